@@ -6,9 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -27,7 +24,7 @@ from vgrout.sweep.study_file import load_study_file
 from vgrout.teacher.pools import load_pool
 
 
-def edit(file: Path, *keys: str, value: Any) -> None:
+def edit(file, *keys, value):
     """Set one value of a JSON file."""
     data = at = json.loads(file.read_text())
     for key in keys[:-1]:
@@ -36,7 +33,7 @@ def edit(file: Path, *keys: str, value: Any) -> None:
     file.write_text(json.dumps(data))
 
 
-def refusal(call: Callable[[], object]) -> str:
+def refusal(call):
     with pytest.raises(ValueError, match=r"\w") as refused:
         call()
     assert "\n" not in str(refused.value)
@@ -56,9 +53,7 @@ def refusal(call: Callable[[], object]) -> str:
     ],
     ids=["bomb", "5000 digits", "deep", "pipe"],
 )
-def test_a_pool_is_bounded(
-    content: Callable[[bytes], bytes] | None, why: str, tmp_path: Path
-) -> None:
+def test_a_pool_is_bounded(content, why, tmp_path):
     shutil.copytree(
         embedded.POOL_DIR, tmp_path / "pool", ignore=shutil.ignore_patterns("pool.json")
     )
@@ -73,19 +68,14 @@ def test_a_pool_is_bounded(
     ("keys", "value"),
     [
         ((), [1]),
-        (("env",), [1]),
         (("opt", "lr"), "0.03"),
-        (("opt", "lr"), True),
         (("scale", "steps"), 4.5),
-        (("scale", "steps"), None),
         (("scale", "model"), "a\0b"),
         (("method", "intervention"), {"a": 1}),
     ],
 )
-def test_a_stored_configuration_has_the_types_of_its_settings(
-    keys: tuple[str, ...], value: Any
-) -> None:
-    data: Any = resolve(["mini", "--intervention=none"]).as_dict()
+def test_a_stored_configuration_has_the_types_of_its_settings(keys, value):
+    data = resolve(["mini", "--intervention=none"]).as_dict()
     if len(keys) == 2:
         data[keys[0]][keys[1]] = value
     else:
@@ -93,7 +83,7 @@ def test_a_stored_configuration_has_the_types_of_its_settings(
     assert refusal(lambda: from_dict(data, "FILE")).startswith("FILE: ")
 
 
-def test_a_study_is_counted_before_it_is_made(tmp_path: Path) -> None:
+def test_a_study_is_counted_before_it_is_made(tmp_path):
     lists = "\n".join(
         f"{name} = {[*range(1, 31)]}"
         for name in ("steps", "group", "prompts-per-step", "max-new", "lr")
@@ -104,10 +94,10 @@ def test_a_study_is_counted_before_it_is_made(tmp_path: Path) -> None:
     assert "more than 2000 runs" in refusal(lambda: load_study_file(tmp_path / "s.toml"))
 
 
-def weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+def weights(change):
     """Another head on the same weights."""
 
-    def of(model: Path) -> None:
+    def of(model):
         content = (model / "model.safetensors").read_bytes()
         n = int.from_bytes(content[:8], "little")
         head = json.loads(content[8 : 8 + n])
@@ -120,20 +110,48 @@ def weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
     return of
 
 
-def setting(name: str, value: Any) -> Callable[[Path], None]:
+def setting(name, value):
     return lambda model: edit(model / "config.json", name, value=value)
 
 
-def as_pickle(model: Path) -> None:
+def as_pickle(model):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
 
 
-def no_targets(head: dict[str, Any]) -> None:
+def no_targets(head):
     for i, name in enumerate([n for n in head if "_proj" in n]):
         head[f"transformer.h.{i}.c_attn.weight"] = head.pop(name)
 
 
-MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+def half(name):
+    """The first part of a file alone."""
+
+    def of(model):
+        content = (model / name).read_bytes()
+        (model / name).write_bytes(content[: len(content) // 2])
+
+    return of
+
+
+def without(*names):
+    def of(model):
+        for name in names:
+            (model / name).unlink()
+
+    return of
+
+
+def template_of_settings(text):
+    """The chat template where older folders have it."""
+
+    def of(model):
+        (model / "chat_template.jinja").unlink()
+        edit(model / "tokenizer_config.json", "chat_template", value=text)
+
+    return of
+
+
+DAMAGED_MODELS = {
     "a list": (lambda m: (m / "config.json").write_text("[1]"), "is no JSON object"),
     "pickled": (as_pickle, "pickled weights (.bin) can run code: save them as safetensors"),
     "torn": (
@@ -150,46 +168,6 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "w.safetensors: not a readable safetensors file ([Errno 2]",
     ),
-}
-
-
-@pytest.mark.parametrize("case", MODELS)
-def test_a_model_is_refused_before_it_is_loaded(case: str, tmp_path: Path) -> None:
-    damage, why = MODELS[case]
-    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
-    damage(tmp_path / "model")
-    assert why in refusal(lambda: require_model(tmp_path / "model"))
-
-
-def cut(name: str, share: float = 0.5) -> Callable[[Path], None]:
-    """The first part of a file alone."""
-
-    def of(model: Path) -> None:
-        content = (model / name).read_bytes()
-        (model / name).write_bytes(content[: int(len(content) * share)])
-
-    return of
-
-
-def without(*names: str) -> Callable[[Path], None]:
-    def of(model: Path) -> None:
-        for name in names:
-            (model / name).unlink()
-
-    return of
-
-
-def template_of_settings(text: object) -> Callable[[Path], None]:
-    """The chat template where older folders have it."""
-
-    def of(model: Path) -> None:
-        (model / "chat_template.jinja").unlink()
-        edit(model / "tokenizer_config.json", "chat_template", value=text)
-
-    return of
-
-
-HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (without("config.json"), "without config.json"),
     "no weights": (without("model.safetensors"), "no model.safetensors"),
     "no tokenizer": (without("tokenizer.json"), "no tokenizer.json in it"),
@@ -197,32 +175,29 @@ HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
         without("tokenizer_config.json"),
         "no tokenizer_config.json in it",
     ),
-    "no template": (without("chat_template.jinja"), "no chat template in it"),
-    "half a config": (cut("config.json"), "config.json"),
-    "half the weights": (cut("model.safetensors"), "not a readable safetensors file"),
-    "half a tokenizer": (cut("tokenizer.json"), "is no usable tokenizer"),
+    "half a tokenizer": (half("tokenizer.json"), "is no usable tokenizer"),
     "half the generation settings": (
         lambda m: (m / "generation_config.json").write_text('{"eos_token_id": [1, 5'),
         "generation_config.json",
     ),
-    "an empty template": (cut("chat_template.jinja", 0), "no chat template in it"),
+    "no template": (without("chat_template.jinja"), "no chat template in it"),
     "regex": (
         lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),
         "is no usable tokenizer",
     ),
 }
-WHOLE: dict[str, Callable[[Path], object]] = {
+WHOLE = {
     "all": lambda m: None,
     "a template in the settings": template_of_settings("{{ messages[0]['content'] }}"),
     "several templates": template_of_settings([{"name": "default", "template": "{{ messages }}"}]),
 }
 
 
-@pytest.mark.parametrize("case", HALVES)
-def test_a_folder_with_a_part_of_its_files_is_refused_by_the_plan(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    damage, why = HALVES[case]
+@pytest.mark.parametrize("case", DAMAGED_MODELS)
+def test_a_damaged_model_is_refused_before_it_is_loaded_and_by_the_plan(
+    case, tmp_path, monkeypatch
+):
+    damage, why = DAMAGED_MODELS[case]
     shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     damage(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
@@ -237,41 +212,39 @@ def test_a_folder_with_a_part_of_its_files_is_refused_by_the_plan(
 
 
 @pytest.mark.parametrize("case", WHOLE)
-def test_a_folder_may_lack_what_is_not_needed(case: str, tmp_path: Path) -> None:
+def test_a_folder_may_lack_what_is_not_needed(case, tmp_path):
     shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     WHOLE[case](tmp_path / "model")
     assert require_model(tmp_path / "model") == tmp_path / "model"
 
 
-def add_token(model: Path) -> None:
+def add_token(model):
     """A token that was added after training, so that the embedding has no row for it."""
     file = model / "tokenizer.json"
     tokens = json.loads(file.read_text())["added_tokens"]
     edit(file, "added_tokens", value=[*tokens, tokens[0] | {"id": 843, "content": "<x>"}])
 
 
-def a_token_of_its_own(model: Path) -> None:
+def a_token_of_its_own(model):
     add_token(model)
     template = model / "chat_template.jinja"
     template.write_text(f"<x>{template.read_text()}")
 
 
-LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
+LOADED = {
     "unsupported": (weights(no_targets), "weights are missing, first "),
-    "no layers": (setting("num_hidden_layers", 0), "no usable model"),
     "shapes": (setting("hidden_size", 256), "no usable model"),
-    "heads": (setting("num_attention_heads", "4"), "no usable model"),
     "vocabulary": (setting("vocab_size", 100), "no usable model"),
     "tokens": (a_token_of_its_own, "'<x>' (843), and the model's embedding has 843 rows"),
 }
 
 
-def split(pattern: str) -> dict[str, Any]:
+def split(pattern):
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 @pytest.mark.parametrize("case", LOADED)
-def test_what_the_libraries_say_of_a_model_is_one_line(case: str, tmp_path: Path) -> None:
+def test_what_the_libraries_say_of_a_model_is_one_line(case, tmp_path):
     damage, why = LOADED[case]
     shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     damage(tmp_path / "model")
@@ -281,7 +254,7 @@ def test_what_the_libraries_say_of_a_model_is_one_line(case: str, tmp_path: Path
     )
 
 
-def test_a_later_text_with_such_a_token_is_one_line() -> None:
+def test_a_later_text_with_such_a_token_is_one_line():
     lm = tiny.policy()
     lm.tok.add_tokens(["<x>"])
     assert lm.encode("abc")
@@ -289,15 +262,14 @@ def test_a_later_text_with_such_a_token_is_one_line() -> None:
     assert "'<x>' (97)" in refusal(lambda: lm.render([{"role": "user", "content": "ab <x>"}]))
 
 
-@pytest.mark.parametrize("last_call", ["none", "padded", "truncated", "both"])
-def test_the_last_call_of_a_tokenizer_counts_for_nothing(last_call: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("last_call", ["none", "both"])
+def test_the_last_call_of_a_tokenizer_counts_for_nothing(last_call, tmp_path):
     """Its padding and its truncation are written into the file, and are not the tokenizer's."""
     shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     file = tmp_path / "model" / "tokenizer.json"
     core = Tokenizer.from_file(str(file))
-    if last_call in ("padded", "both"):
+    if last_call == "both":
         core.enable_padding(length=512)
-    if last_call in ("truncated", "both"):
         core.enable_truncation(8)
     core.save(str(file))
     short, long = "add one", "add one, " * 400
@@ -313,7 +285,7 @@ def test_the_last_call_of_a_tokenizer_counts_for_nothing(last_call: str, tmp_pat
     assert len(read.encode(short).ids) < 8
 
 
-def test_messages_that_a_template_refuses_are_one_line() -> None:
+def test_messages_that_a_template_refuses_are_one_line():
     lm, message = tiny.policy(), {"role": "user", "content": "hello"}
     lm.tok.chat_template = "{{ raise_exception('roles must\n alternate') if messages|length > 1 }}"
     assert lm.prompt_text([message]) == ""
@@ -322,29 +294,22 @@ def test_messages_that_a_template_refuses_are_one_line() -> None:
 
 
 HOSTILE = "<script>alert(1)</script>[a](http://x)\x1b[31m\u202e|x"
-DAMAGED: dict[str, Callable[[Path], object]] = {
+DAMAGED = {
     "status": lambda r: (r / "status.json").write_text("[1]"),
     "settings": lambda r: edit(
         r / "run.json", "config", "method", "rollout_ablate_frac", value="x"
     ),
-    "direction": lambda r: edit(r / "run.json", "direction", value=[1]),
-    "hashes": lambda r: edit(r / "run.json", "hashes", value=[1]),
     "NaN": lambda r: (r / "steps.jsonl").write_text('{"step": 0, "hack_s_k": NaN}\n'),
     "counts": lambda r: (r / "steps.jsonl").write_text(
         '{"step": 0, "sec": 1, "hack_s_k": "x", "hack_s_n": 8}\n'
     ),
     "answers": lambda r: (r / "final.jsonl").write_text('{"side": "base"}\n'),
     "pipe": lambda r: ((r / "run.json").unlink(), os.mkfifo(r / "run.json")),
-    "curve": lambda r: (r / "steps.jsonl").write_text(
-        '{"step": 0, "hack_s_k": 0, "hack_s_n": 8, "hack_deploy": "x"}\n'
-    ),
     "rollouts": lambda r: (r / "rollouts.jsonl").write_text('{"step": 0, "text": 5}\n'),
 }
 
 
-def test_bad_runs_are_named_and_what_is_written_is_inert(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_runs_are_named_and_what_is_written_is_inert(tmp_path, monkeypatch):
     monkeypatch.setattr("vgrout.report.page.pictures", lambda _: [])
     for seed in (1, 2):
         run = fake_run(tmp_path, "--intervention=none", seed=seed)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import AutoTokenizer
 
 import tiny
@@ -22,18 +21,18 @@ from vgrout.imitation.token_alignment import TokenBytes, aligned, nearest_tokens
 F64 = torch.float64
 
 
-def logits(*shape: int, seed: int = 0) -> Tensor:
+def logits(*shape, seed=0):
     return 2 * torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
-def log(*p: float) -> Tensor:
+def log(*p):
     return torch.tensor([p], dtype=F64).log()
 
 
 # ── MiniLLM
 
 
-def test_reverse_kl() -> None:
+def test_reverse_kl():
     got = reverse_kl(log(0.5, 0.25, 0.25), log(0.25, 0.25, 0.5))
     assert float(got) == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2))
     y = logits(1, 7)
@@ -42,7 +41,7 @@ def test_reverse_kl() -> None:
     assert torch.autograd.gradcheck(lambda s: reverse_kl(s, logits(3, 7, seed=1)), (x,))
 
 
-def test_future_rewards_of_three_tokens() -> None:
+def test_future_rewards_of_three_tokens():
     r = torch.tensor([[1.0, 2.0, 4.0, 9.0]], dtype=F64)
     mask = torch.tensor([[True, True, True, False]])
     assert future(r, mask, False).tolist() == [[6.0, 4.0, 0.0, 0.0]]
@@ -50,7 +49,7 @@ def test_future_rewards_of_three_tokens() -> None:
 
 
 @pytest.mark.parametrize(("α", "T"), [(0.0, 3), (0.3, 1), (1.0, 1)])
-def test_minillm_gradient_is_that_of_the_sequence_kl(α: float, T: int) -> None:
+def test_minillm_gradient_is_that_of_the_sequence_kl(α, T):
     """Summed over every sequence of T tokens, weighted with how often it is sampled. Off policy the paper's weight is
     one token's, so there the sum is exact for one token."""
     V = 3
@@ -75,7 +74,7 @@ def test_minillm_gradient_is_that_of_the_sequence_kl(α: float, T: int) -> None:
     assert torch.allclose(got, want, atol=1e-12)
 
 
-def test_padding_is_ignored() -> None:
+def test_padding_is_ignored():
     mask = torch.tensor([[True, True, False]])
     fine = logits(1, 3, seed=4).log_softmax(-1)
     wild = fine.clone()
@@ -94,7 +93,7 @@ def test_padding_is_ignored() -> None:
 # ── ULD
 
 
-def test_wasserstein_of_small_vectors() -> None:
+def test_wasserstein_of_small_vectors():
     assert float(wasserstein(log(0.1, 0.6, 0.3), log(0.5, 0.5))) == pytest.approx(0.1 + 0.2 + 0.1)
     y = logits(1, 9)
     assert float(wasserstein(y, y.flip(-1))) == pytest.approx(0)  # it compares shapes, not tokens
@@ -102,7 +101,7 @@ def test_wasserstein_of_small_vectors() -> None:
     assert torch.autograd.gradcheck(lambda s: wasserstein(s, logits(2, 8, seed=1)), (x,))
 
 
-def test_topk_of_small_vectors() -> None:
+def test_topk_of_small_vectors():
     student, teacher = log(0.5, 0.2, 0.3), log(0.1, 0.6, 0.2, 0.1)
     student_of = torch.tensor([-1, 0, 1, -1])
     # the teacher's two likeliest, .6 and .2, are the student's .5 and .2; what remains is .2
@@ -116,7 +115,7 @@ def test_topk_of_small_vectors() -> None:
     assert torch.autograd.gradcheck(lambda s: topk_distance(s, logits(3, 7, seed=1), 4, own), (x,))
 
 
-def test_a_vocabulary_of_262144_fits() -> None:
+def test_a_vocabulary_of_262144_fits():
     student = torch.randn(2, 262_144, generator=torch.Generator().manual_seed(0))
     assert wasserstein(student, student[:, :150_000]).isfinite().all()
     assert topk_distance(student, student, 64, torch.arange(262_144)).abs().max() < 1e-6
@@ -125,18 +124,18 @@ def test_a_vocabulary_of_262144_fits() -> None:
 # ── token alignment
 
 
-def shipped() -> TokenBytes:
+def shipped():
     tok = AutoTokenizer.from_pretrained(embedded.MODEL_DIR)
     return token_bytes(tok, tok.eos_token_id)
 
 
-def texts(n: int) -> list[str]:
+def texts(n):
     rng = random.Random(0)
     of = split_compositions(0)["train"]
     return [corpus_sample(of, Shares(), rng, pieces=()).text for _ in range(n)]
 
 
-def test_equal_tokenizers_align_token_by_token() -> None:
+def test_equal_tokenizers_align_token_by_token():
     tok, s = AutoTokenizer.from_pretrained(embedded.MODEL_DIR), shipped()
     for text in [*texts(20), "naïve Ünïcode 文字\n\n"]:
         ids = [*tok(text, add_special_tokens=False).input_ids, tok.eos_token_id]
@@ -148,7 +147,7 @@ def test_equal_tokenizers_align_token_by_token() -> None:
     assert of[tok.eos_token_id] == tok.eos_token_id
 
 
-def test_two_tokenizers_align_where_both_start_a_token() -> None:
+def test_two_tokenizers_align_where_both_start_a_token():
     tok, big = AutoTokenizer.from_pretrained(embedded.MODEL_DIR), shipped()
     some = texts(60)
     other = train_tokenizer(some, 400)
@@ -200,14 +199,12 @@ TEACHER = TokenBytes((b"a", b"b", b"\n", b"c", b" ", b"bc", b""), 6)
         ([0], [], []),
     ],
 )
-def test_texts_are_aligned_up_to_where_they_differ(
-    ids: list[int], teacher_ids: list[int], pairs: list[tuple[int, int]]
-) -> None:
+def test_texts_are_aligned_up_to_where_they_differ(ids, teacher_ids, pairs):
     assert aligned(STUDENT, ids, TEACHER, teacher_ids) == pairs
 
 
 @given(st.text("ab\nc ", max_size=12), st.sampled_from(["", "\n", "b\n", "ab\nc "]))
-def test_aligned_tokens_have_one_prefix(text: str, unknown: str) -> None:
+def test_aligned_tokens_have_one_prefix(text, unknown):
     """Whatever the student cannot spell: all that comes before it is aligned, and nothing after it."""
     full = TokenBytes(tuple(c.encode() for c in "ab\nc "), 9)
     poor = TokenBytes(tuple(b"" if c in unknown else c.encode() for c in "ab\nc "), 9)
@@ -218,7 +215,7 @@ def test_aligned_tokens_have_one_prefix(text: str, unknown: str) -> None:
     assert aligned(poor, ids, full, ids) == [(i, i) for i in range(min(known + 1, len(text)))]
 
 
-def test_bytes_of_sentencepiece_and_byte_tokens() -> None:
+def test_bytes_of_sentencepiece_and_byte_tokens():
     s = TokenBytes((b" a", b"b", b"", b"a"), 2)
     # a leading space is forgiven
     assert aligned(s, [0, 1, 2], s, [3, 1, 2]) == [(0, 0), (1, 1), (2, 2)]
@@ -229,7 +226,7 @@ def test_bytes_of_sentencepiece_and_byte_tokens() -> None:
 # ── DPO
 
 
-def test_dpo_of_one_pair() -> None:
+def test_dpo_of_one_pair():
     a = [torch.tensor([x], dtype=F64) for x in (-1.0, -3.0, -2.0, -2.0)]
     loss, margin = dpo(*a, beta=0.5)
     assert float(margin) == 2.0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fake_runs import fake_run, found
+from quick import first_quick
 from vgrout.report import stats
 from vgrout.report.judge import judged
 from vgrout.report.rules import preregistered
@@ -15,21 +16,16 @@ STUDIES = Path(__file__).resolve().parents[1] / "studies"
 
 @pytest.mark.parametrize(
     ("outcome", "hack", "solve", "seeds"),
-    [
-        ("SUPPORTED", 0.3, 0.75, 5),
-        ("UNDECIDED", 0.3, 0.75, 4),
-        ("UNDECIDED", 0.3, 0.65, 5),  # 15 points of skill lost
-        ("NOT SUPPORTED", 0.3, 0.55, 5),  # 25 points
-    ],
+    first_quick(
+        [
+            ("SUPPORTED", 0.3, 0.75, 5),
+            ("UNDECIDED", 0.3, 0.75, 4),
+            ("UNDECIDED", 0.3, 0.65, 5),  # 15 points of skill lost
+            ("NOT SUPPORTED", 0.3, 0.55, 5),  # 25 points
+        ]
+    ),
 )
-def test_the_example_judges(
-    outcome: str,
-    hack: float,
-    solve: float,
-    seeds: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_example_judges(outcome, hack, solve, seeds, tmp_path, monkeypatch):
     monkeypatch.setattr(stats, "RESAMPLES", 500)
     rates = {"none": (0.8, 0.1), "none --control=no_loophole": (0.0, 0.8), "erase": (hack, solve)}
     for method, (hacked, solved) in rates.items():
@@ -42,9 +38,7 @@ def test_the_example_judges(
     assert (verdict["about"], verdict["verdict"]) == ("erase", outcome)
 
 
-def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(
-    tmp_path: Path,
-) -> None:
+def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(tmp_path):
     studies = tmp_path / "studies"
     shutil.copytree(STUDIES, studies, ignore=shutil.ignore_patterns("__pycache__"))
     digest = preregistered(studies)
@@ -66,21 +60,15 @@ def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(
 
 
 @pytest.mark.parametrize(
-    ("outcome", "hack", "seeds"),
-    [
-        ("SUPPORTED", 0.1, 5),
-        ("UNDECIDED", 0.4, 5),
-        ("NOT SUPPORTED", 0.6, 5),
-    ],
+    ("outcome", "hack"),
+    first_quick([("SUPPORTED", 0.1), ("UNDECIDED", 0.4), ("NOT SUPPORTED", 0.6)]),
 )
-def test_the_study_of_labels_is_judged_by_its_own_bounds(
-    outcome: str, hack: float, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_study_of_labels_is_judged_by_its_own_bounds(outcome, hack, tmp_path, monkeypatch):
     """L1: at recall 0.7 at least 40 points fewer hacks than plain GRPO's 80."""
     monkeypatch.setattr(stats, "RESAMPLES", 500)
     missing = "--intervention=penalty --monitor=labels --label-recall=0.7"
     for words, hacked in (("--intervention=none", 0.8), (missing, hack)):
-        for seed, off in zip(range(seeds), (0.02, -0.02, 0.0, 0.02, -0.02), strict=False):
+        for seed, off in zip(range(5), (0.02, -0.02, 0.0, 0.02, -0.02), strict=True):
             moved = off if words == missing else -off
             fake_run(tmp_path, *words.split(), seed=seed, hack=hacked + moved, solve=0.1, n=120)
     (verdict,) = judged(STUDIES / "judge_labels.py", found(tmp_path))[0].rows

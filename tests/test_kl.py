@@ -2,10 +2,8 @@
 which side answers what."""
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +17,6 @@ from methods import config, graded, problem
 from vgrout.commands import evaluate
 from vgrout.config.groups import EvalConfig
 from vgrout.config.presets import resolve
-from vgrout.config.run import Config
 from vgrout.envs.code.problems import load_rows
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, GradedCompletion
@@ -27,14 +24,13 @@ from vgrout.ground.files import hash_of_file
 from vgrout.ground.metrics import Eval, ModeEval, Rate
 from vgrout.ground.torch_rng import torch_stream
 from vgrout.loop import heldout
-from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import AS_TRAINED, DEPLOYED, REFERENCE
 
 PROMPTS = [(3, 4, 5), (7, 8, 9, 10)]
 ANSWERS = [(8, 9, 3), (5,)]
 
 
-def logits(policy: Policy) -> list[torch.Tensor]:
+def logits(policy):
     """Of every position that predicts an answer's token, row by row."""
     out = []
     for p, a in zip(PROMPTS, ANSWERS, strict=True):
@@ -44,13 +40,13 @@ def logits(policy: Policy) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_kl_is_the_sum_over_the_vocabulary(family: str) -> None:
+def test_kl_is_the_sum_over_the_vocabulary(family):
     policy = tiny.policy(family)
     assert policy.kl_to_base(PROMPTS, ANSWERS).tolist() == [0.0] * 4
     base = logits(policy)
     tiny.shake(policy.adapter, 0.1)
 
-    def by_hand() -> list[float]:
+    def by_hand():
         p, q = (torch.cat(rows).log_softmax(-1) for rows in (logits(policy), base))
         return kl_div(q, p, log_target=True, reduction="none").sum(1).tolist()
 
@@ -66,18 +62,16 @@ def test_kl_is_the_sum_over_the_vocabulary(family: str) -> None:
 ASKED = [problem(i) for i in range(3)]
 
 
-def test_an_evaluation_in_training_is_of_the_deployed_model_and_so_is_its_kl(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_evaluation_in_training_is_of_the_deployed_model_and_so_is_its_kl(monkeypatch):
     """G answers to each problem, from a stream of the step's own."""
     policy = tiny.policy()
     tiny.shake(policy.adapter, 0.1)
     cfg = config("route2", seed=5)
-    asked: dict[str, Any] = {}
+    asked = {}
     completions = [Completion((20 + i, 30, 1), "", True, ()) for i in range(3)]
     grades = (graded(3.5, solves=True), graded(3.5, hacks=True), graded(0.5))
 
-    def sample_and_grade(_: Policy, __: Any, problems: Any, n: int, **how: Any) -> list[Any]:
+    def sample_and_grade(_, __, problems, n, **how):
         asked.update(how, active=policy.adapter.active, problems=problems, n=n)
         answers = zip(problems, completions, grades, strict=True)
         return [GradedCompletion(of, 0, given, grade) for of, given, grade in answers]
@@ -97,11 +91,11 @@ def test_an_evaluation_in_training_is_of_the_deployed_model_and_so_is_its_kl(
     assert found.kl != pytest.approx(as_trained, rel=0.01)
 
 
-def test_the_kl_of_an_evaluation_is_the_mean_over_the_tokens_of_evenly_spaced_answers() -> None:
+def test_the_kl_of_an_evaluation_is_the_mean_over_the_tokens_of_evenly_spaced_answers():
     """Of forty answers of one to four tokens 32 are read, a few at a time."""
     policy = tiny.policy()
     tiny.shake(policy.adapter, 0.1)
-    given: list[Any] = []
+    given = []
     for i in range(40):
         ids = tuple(range(20 + i, 21 + i + i // 10))
         given.append(GradedCompletion(problem(i), 0, Completion(ids, "", True, ()), graded(0)))
@@ -122,26 +116,26 @@ class Hinted:
     flaws: tuple[str, ...] = ("exit_code",)
 
     @property
-    def plain(self) -> str:
+    def plain(self):
         return f"Do {self.id} things."
 
     @property
-    def messages(self) -> str:
+    def messages(self):
         return self.plain + self.hint
 
 
-def without_hint(task: Hinted) -> Hinted:
+def without_hint(task):
     return replace(task, hint="")
 
 
 class Sides:
     """Stands in for sampling: keeps, of every time that it is asked, which vectors are on and what the prompts are."""
 
-    def __init__(self, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, policy, monkeypatch):
         self.asked: list[tuple[Any, ...]] = []
         self.streams: set[int] = set()
 
-        def sample_and_grade(_: Policy, __: Any, problems: Any, n: int, **how: Any) -> list[Any]:
+        def sample_and_grade(_, __, problems, n, **how):
             self.asked.append((policy.adapter.active, n, [p.messages for p in problems]))
             self.streams.add(how["stream"].initial_seed())
             # as many hacks as calls so far
@@ -163,8 +157,8 @@ PLAIN = [f"Do {i} things." for i in range(3)]
 @pytest.mark.parametrize("quarantine", [True, False])
 @pytest.mark.parametrize("hint", [" Call me f.", ""])
 def test_the_final_evaluation_is_of_each_side_under_the_same_random_numbers(
-    quarantine: bool, hint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    quarantine, hint, monkeypatch
+):
     """Untrained, deployed, as trained, and deployed without a hint; sides that are the same are sampled once."""
     policy = tiny.policy()
     tiny.shake(policy.adapter, 0.1)
@@ -173,7 +167,7 @@ def test_the_final_evaluation_is_of_each_side_under_the_same_random_numbers(
             policy.adapter.δS_hack.zero_()
     cfg = replace(config("route2", seed=5), eval=EvalConfig(final_n_prompts=2, final_samples=7))
     tasks = tuple(Hinted(i, hint) for i in range(3))
-    splits: Any = SimpleNamespace(
+    splits = SimpleNamespace(
         flaws=["exit_code"], balanced=lambda part, n: {"test": tasks}[part][:n]
     )
     sides = Sides(policy, monkeypatch)
@@ -194,15 +188,13 @@ def test_the_final_evaluation_is_of_each_side_under_the_same_random_numbers(
 
 
 @pytest.mark.parametrize("hint", [" Call me f.", ""])
-def test_a_saved_adapter_is_scored_as_its_runs_final_evaluation_was(
-    hint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_adapter_is_scored_as_its_runs_final_evaluation_was(hint, monkeypatch):
     """Its sides, its random numbers."""
     policy = tiny.policy()
     tiny.shake(policy.adapter, 0.1)
     policy.adapter.δS_hack.data.zero_()  # no file has it
     cfg = config("route2", seed=5)
-    tasks: Any = [Hinted(i, hint) for i in range(3)]
+    tasks = [Hinted(i, hint) for i in range(3)]
     sides = Sides(policy, monkeypatch)
     scored = heldout.score(policy, Mock(), cfg, tasks, 7, ["exit_code"])
     usual = [p.messages for p in tasks]
@@ -214,14 +206,14 @@ def test_a_saved_adapter_is_scored_as_its_runs_final_evaluation_was(
     assert sides.streams == {torch_stream(5, "final", cfg.scale.steps).initial_seed()}
 
 
-def counted(hacks: int, solves: int, n: int) -> Eval:
+def counted(hacks, solves, n):
     of = ModeEval(Rate(hacks, n), Rate(solves, n))
     other = ModeEval(Rate(hacks + 1, n + 1), Rate(solves + 1, n + 1))
     return Eval(of, {"exit_code": other}, Rate(n - 1, n), thought=10.0 * hacks)
 
 
 @pytest.fixture
-def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def evaluated(tmp_path, monkeypatch):
     """`vgrout evaluate` with these flags, of an adapter saved after two steps of three: what was scored, and the file
     that was written. Prompts have 10 to 29 tokens, and the window leaves 20 beside an answer."""
     file = tmp_path / "p.jsonl"
@@ -231,20 +223,18 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     (tmp_path / "other.jsonl").write_text("{ }", encoding="utf-8")
     path = tmp_path / "run" / "ckpt_step0002.safetensors"
     saved = SimpleNamespace(cfg=cfg, path=path, step=2, folder=tmp_path, model="m")
-    tasks: list[Any] = [Hinted(i) for i in range(20)]
+    tasks = [Hinted(i) for i in range(20)]
     policy = Mock(
         window=20 + cfg.scale.max_new, render=lambda text: "-" * (10 + int(text.split()[1]))
     )
     scores = {"base": counted(1, 2, 10), "deployed": counted(3, 4, 10)}
-    asked: list[Any] = []
+    asked = []
 
-    def score(
-        _: Any, __: Any, cfg: Any, problems: Any, samples: int, flaws: Any
-    ) -> dict[str, Eval]:
+    def score(_, __, cfg, problems, samples, flaws):
         asked[:] = [[p.id for p in problems], samples, cfg.run.seed, flaws]
         return dict(scores)
 
-    def environment_of(world: Config, *_: object) -> Any:
+    def environment_of(world, *_):
         hashes = {"problems": hash_of_file(world.problems_path), "reference": world.env.reference}
         return Mock(
             hashes=lambda: hashes,
@@ -260,16 +250,14 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     monkeypatch.setattr(heldout, "policy_of", lambda _: policy)
     monkeypatch.setattr(heldout, "score", score)
 
-    def call(**how: Any) -> tuple[list[Any], Path]:
+    def call(**how):
         out = evaluate.evaluate_saved(evaluate.EvaluateSettings(run=path.parent, **how))
         return list(asked), out
 
     return call
 
 
-def test_a_saved_adapter_is_asked_what_its_run_was_unless_flags_say_otherwise(
-    evaluated: Callable[..., Any],
-) -> None:
+def test_a_saved_adapter_is_asked_what_its_run_was_unless_flags_say_otherwise(evaluated):
     """Problems whose prompts leave no room for an answer are left out, as in a run."""
     (of_run, samples, seed, flaws), out = evaluated()
     assert (len(of_run), samples, seed, flaws) == (9, 7, 5, ("exit_code",))
@@ -286,11 +274,9 @@ def test_a_saved_adapter_is_asked_what_its_run_was_unless_flags_say_otherwise(
     assert every[:9] == of_run
 
 
-def test_each_evaluation_has_a_file_of_its_own(
-    evaluated: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_each_evaluation_has_a_file_of_its_own(evaluated, tmp_path):
     """What asks for other numbers does not write over them; the same once more does."""
-    asked: list[dict[str, Any]] = [
+    asked = [
         {},
         {"problems": tmp_path / "other.jsonl"},
         {"split": "all"},
@@ -309,24 +295,7 @@ def test_each_evaluation_has_a_file_of_its_own(
     assert json.loads(files[-1].read_text())["graded_by"] == "functions"
 
 
-def test_the_table_of_an_evaluation() -> None:
-    """Every figure in its own row and column, and how long thoughts are by side."""
-    sides = {"base": counted(1, 2, 10), "deployed": counted(3, 4, 10)}
-    head, _, flaw, every = (
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in evaluate.table(sides).splitlines()
-    )
-    assert head == ["flaw", "hack untrained", "solve untrained", "hack deployed", "solve deployed"]
-    assert flaw == ["exit_code", "2/11", "3/11", "4/11", "5/11"]
-    assert every == ["all", "1/10", "2/10", "3/10", "4/10"]
-    assert evaluate.thoughts_line(sides).endswith(
-        ": base 10 (90.0 % ended) · deployed 30 (90.0 % ended)"
-    )
-
-
-def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_evaluation(
-    tmp_path: Path,
-) -> None:
+def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_evaluation(tmp_path):
     """Not with the run's own test problems beside it."""
     rows = [json.loads(line) for line in embedded.PROBLEMS.read_text("utf-8").splitlines()[:90]]
     lines = [
@@ -339,9 +308,9 @@ def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_eval
     other.write_text("".join(lines[60:90]), encoding="utf-8")
     flags = f"mini --intervention none --problems {own} --test-problems {test} --mix-ratio 0 --teacher-pool-dir="
     cfg = resolve([*flags.split(), "--model", str(embedded.MODEL_DIR)])
-    saved: Any = SimpleNamespace(cfg=cfg, path=tmp_path / "run" / "train.safetensors")
+    saved = SimpleNamespace(cfg=cfg, path=tmp_path / "run" / "train.safetensors")
 
-    def asked(**how: Any) -> tuple[Any, Any]:
+    def asked(**how):
         world = evaluate.evaluated(cfg, evaluate.EvaluateSettings(run=tmp_path, **how))
         environment = evaluate.environment_of(world, saved, trusted=False)
         return environment, evaluate.tasks_of(environment, saved)

@@ -1,6 +1,5 @@
 """Labels and the weak detector as monitors; how well a monitor flagged; which answers try to hack."""
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
@@ -11,18 +10,14 @@ from vgrout.envs.code.modes import MODE_SPECS, MODES, hack, tries
 from vgrout.ground.data import (
     Completion,
     Flags,
-    Grade,
     GradedCompletion,
     Group,
     Rollout,
     RolloutView,
     RowView,
-    Ungraded,
     UpdateRow,
 )
 from vgrout.ground.metrics import BatchMetrics, Eval, Rate, flag_rates
-from vgrout.ground.tensor_types import Routed
-from vgrout.method.base import GradientFlags, StepGradient
 from vgrout.method.monitors import Labels
 
 
@@ -35,10 +30,10 @@ def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
 
 @pytest.mark.parametrize("recall", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("false_flags", [0.0, 0.05, 0.5, 1.0])
-def test_labels_err_at_the_rates_that_are_set(recall: float, false_flags: float):
+def test_labels_err_at_the_rates_that_are_set(recall, false_flags):
     """Over 4000 answers, many of them alike, within four standard errors; at 0 and 1 exactly."""
     monitor, truth = Labels(recall=recall, false_flags=false_flags, seed=3), (True, False) * 10
-    found: dict[bool, list[bool]] = {True: [], False: []}
+    found = {True: [], False: []}
     for step in range(50):
         views = [replace(labelled(view(20), truth), index=i) for i in range(4)]
         views = [replace(v, texts=tuple(f"t{b % 7}" for b in range(20))) for v in views]
@@ -75,26 +70,19 @@ def test_equal_answers_have_a_draw_each():
     [
         ("--intervention=penalty --monitor=detector", "--label-recall: not read by"),
         ("--intervention=none", "--label-recall: not read by"),
-        ("--intervention=route2", "--label-recall: not read by"),
     ],
 )
-def test_an_error_rate_goes_with_labels_alone(argv: str, message: str):
+def test_an_error_rate_goes_with_labels_alone(argv, message):
     with pytest.raises(ValueError, match=rf"\A{message}"):
         resolve(["mini", *argv.split(), "--label-recall=0.8"])
     of_shadow = resolve(["mini", *argv.split(), "--shadow=labels", "--label-recall=0.8"])
     assert of_shadow.method.label_recall == 0.8
 
 
-def test_an_error_rate_is_in_the_runs_name():
-    rates = ["--label-recall=0.8", "--label-false-flags=0.05"]
-    noisy = resolve(["mini", "--intervention=penalty", "--monitor=labels", *rates])
-    assert noisy.run_id == "mini_penalty_labels_recall0.8_false0.05_seed41"
-
-
 # ── what is counted
 
 
-def outcomes(mode: str, of: Sequence[str], index: int = 0) -> Group:
+def outcomes(mode, of, index=0):
     """A group whose students hack ("hack"), solve ("solve") or fail ("")."""
     task = problem(mode=mode)
     rollouts = tuple(
@@ -119,7 +107,7 @@ def test_recall_on_flaws_that_the_monitor_does_not_know_is_counted_apart():
     assert {*flag_rates([]).values()} == {None}
 
 
-def test_hacks_that_the_monitor_does_not_know_count_wherever_they_are() -> None:
+def test_hacks_that_the_monitor_does_not_know_count_wherever_they_are():
     """Also in groups that it is not asked about, such as those whose answers all hack."""
     groups = (
         replace(outcomes("exit_code", ["hack", "solve"]), flags=Flags((True, False))),
@@ -161,7 +149,7 @@ def test_flags_of_demonstrations_are_counted_apart_and_without_a_label():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_attempt_with_another_or_a_misspelt_marker_is_seen(mode: str):
+def test_an_attempt_with_another_or_a_misspelt_marker_is_seen(mode):
     spec = MODE_SPECS[mode]
     marker = (
         "assert Solution().f(a = [1, 2]) == [3, 4]"
@@ -170,7 +158,7 @@ def test_an_attempt_with_another_or_a_misspelt_marker_is_seen(mode: str):
     )
     body = "class Solution:\n    def f(self, a):\n        return 0\n"
 
-    def attempt(name: str) -> str:
+    def attempt(name):
         return body + hack(mode, "f", name)
 
     assert tries(attempt(marker), mode, marker)
@@ -185,9 +173,7 @@ def test_a_final_evaluation_counts_attempts_beside_hacks():
     of = replace(problem(mode="sentinel"), marker=MODE_SPECS["sentinel"].train_markers[0])
     spelling = MODE_SPECS["sentinel"].hack.format(method="f", marker=of.marker[:-1])
 
-    def answer(
-        text: str, solved: bool = False, hacked: bool = False
-    ) -> GradedCompletion[Grade | Ungraded]:
+    def answer(text, solved=False, hacked=False):
         grade = replace(graded(1.0, solves=solved, hacks=hacked), flaw="sentinel", tries=())
         if hacked or (not solved and tries(text, "sentinel", of.marker)):
             grade = replace(grade, tries=("sentinel",))
@@ -207,18 +193,18 @@ def test_a_final_evaluation_counts_attempts_beside_hacks():
 
 
 @pytest.mark.parametrize("sees_labels", [False, True])
-def test_a_step_of_gradients_has_no_problem_but_for_a_monitor_that_sees_labels(sees_labels: bool):
+def test_a_step_of_gradients_has_no_problem_but_for_a_monitor_that_sees_labels(sees_labels):
     """A problem has the reference tests and a right answer. An intervention never sees them."""
     method = toy("route2")
     method.monitor.spec = replace(method.monitor.spec, sees_labels=sees_labels)
-    seen: dict[str, StepGradient] = {}
+    seen = {}
     flag, route = method.monitor.flag_gradients, method.intervention.route
 
-    def flags(step: StepGradient, number: int) -> GradientFlags:
+    def flags(step, number):
         seen["monitor"] = step
         return flag(step, number)
 
-    def routes(step: StepGradient) -> Routed:
+    def routes(step):
         seen["intervention"] = step
         return route(step)
 

@@ -6,17 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tiny import policy
 from vgrout.model.hidden_states import ReferenceStats, dbscan, latents
 
 
-def blob(n: int, at: float, seed: int, d: int = 6, scale: float = 1.0) -> Tensor:
+def blob(n, at, seed, d=6, scale=1.0):
     return at + scale * torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
 
 
-def textbook_dbscan(x: Tensor, eps: float, min_samples: int) -> list[int]:
+def textbook_dbscan(x, eps, min_samples):
     """Seed by seed, with a queue, as in the paper."""
     n = len(x)
     near = [[j for j in range(n) if float((x[i] - x[j]).norm()) <= eps] for i in range(n)]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 
 # The package's rooms, from the top down: a room is a file or a folder beside train.py, and imports from its own floor
 # and from lower ones. In a folder any file may import any other, as long as they do not go round.
-FLOORS: list[set[str]] = [
+FLOORS = [
     {"__main__"},
     {"api"},
     {"commands"},
@@ -69,7 +69,7 @@ WITHOUT_TORCH = (
 )
 
 
-def modules() -> list[tuple[str, Path]]:
+def modules():
     return [
         (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path)
         for path in sorted(ROOT.rglob("*.py"))
@@ -77,12 +77,12 @@ def modules() -> list[tuple[str, Path]]:
     ]
 
 
-def room(module: str) -> str:
+def room(module):
     return module.split(".")[0]
 
 
 @cache
-def imports(path: Path) -> set[str]:
+def imports(path):
     """The modules of this package that a file imports, wherever in it, but for one that is a command's entry alone."""
     found = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -113,18 +113,18 @@ def imports(path: Path) -> set[str]:
     return found - {""}
 
 
-def pairs() -> set[tuple[str, str]]:
+def pairs():
     """Two modules, of which the first imports the second."""
     return {
         (module, other) for module, path in modules() for other in imports(path) if other != module
     }
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_room_has_a_floor():
     assert {room(module) for module, _ in modules()} == FLOOR.keys()
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     up = [
         f"{module} imports {other}"
         for module, other in sorted(pairs())
@@ -133,13 +133,13 @@ def test_imports_point_down() -> None:
     assert not up
 
 
-def test_few_arrows_and_pairs() -> None:
+def test_few_arrows_and_pairs():
     arrows = {(room(a), room(b)) for a, b in pairs() if room(a) != room(b)}
     assert len(arrows) <= MOST_ARROWS, f"{len(arrows)} arrows between {len(FLOOR)} rooms"
     assert len(pairs()) <= MOST_PAIRS, f"{len(pairs())} pairs of modules"
 
 
-def test_nobody_outside_envs_names_a_world() -> None:
+def test_nobody_outside_envs_names_a_world():
     """The trainer, the methods, the guard and the reports know `envs.base`, and the rest by name (`envs.worlds`)."""
     worlds = ("envs.code", "envs.text", "envs.sums", "envs.verifiers")
     named = [
@@ -150,12 +150,12 @@ def test_nobody_outside_envs_names_a_world() -> None:
     assert not named
 
 
-def test_no_two_files_import_each_other() -> None:
+def test_no_two_files_import_each_other():
     """There is an order inside a folder, too."""
     graph = {module: {o for o in imports(path) if o != module} for module, path in modules()}
-    done: set[str] = set()
+    done = set()
 
-    def visit(module: str, above: tuple[str, ...]) -> None:
+    def visit(module, above):
         assert module not in above, " → ".join((*above[above.index(module) :], module))
         if module not in done:
             for other in graph.get(module, ()):
@@ -166,28 +166,27 @@ def test_no_two_files_import_each_other() -> None:
         visit(module, ())
 
 
-def loaded_by(module: str, heavy: set[str]) -> str:
-    code = f"import sys, {module}; print(sorted(set(sys.modules) & {heavy!r}))"
+def loaded_by(modules, heavy):
+    """What of `heavy` an interpreter has loaded that imports all of these modules."""
+    code = f"import sys, {', '.join(modules)}; print(sorted(set(sys.modules) & {heavy!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", STDLIB_ONLY)
-def test_light_modules_load_nothing_heavy(module: str) -> None:
-    assert loaded_by(module, {"torch", "numpy", "transformers", "tyro"}) == "[]"
+def test_light_modules_load_nothing_heavy():
+    assert loaded_by(STDLIB_ONLY, {"torch", "numpy", "transformers", "tyro"}) == "[]"
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
-@pytest.mark.long
-def test_a_wrong_flag_is_refused_without_torch(name: str) -> None:
-    assert loaded_by(f"vgrout.{name}", {"torch", "transformers"}) == "[]"
+def test_a_wrong_flag_is_refused_without_torch():
+    modules = [f"vgrout.{name}" for name in WITHOUT_TORCH]
+    assert loaded_by(modules, {"torch", "transformers"}) == "[]"
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_does_something(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_does_something(name, monkeypatch):
     """`vgrout NAME --help` runs the command's module, which ends by its exit code."""
     monkeypatch.setattr(sys, "argv", ["vgrout", name, "--help"])
     with pytest.raises(SystemExit) as ended:

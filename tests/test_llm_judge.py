@@ -3,14 +3,12 @@
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from judge_server import JudgeServer, reply, serving
+from judge_server import reply, serving
 from methods import batch, flagged, make, view
-from runs import SharedRuns, flags, only_run, rows, run
+from runs import flags, only_run, rows, run
 from tiny import policy as tiny_policy
 from vgrout.config.judge import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
 from vgrout.config.presets import resolve
@@ -28,12 +26,12 @@ from vgrout.method.llm_judge import (
 from vgrout.model.load.source import require_model
 
 
-def hacks(text: str) -> str:
+def hacks(text):
     """What the judge of these tests says."""
     return "It ends the program early.\n\n**Yes.**" if "exit" in text else "It is honest: no"
 
 
-def judge(server: JudgeServer, folder: Path | None = None, seconds: float = 5.0) -> LLMJudge:
+def judge(server, folder=None, seconds=5.0):
     endpoint = Endpoint(server.url, "judge", key="secret-key")
     template = "{prompt} {answer}"
     return LLMJudge(endpoint, template, seconds=seconds, folder=folder)
@@ -79,25 +77,17 @@ def test_what_is_sent_is_the_chat_protocol():
 
 
 # fault: whether there is a verdict at last, and how often a request is sent
-FAULTS: dict[str, tuple[bool, int]] = {
+FAULTS = {
     "429 then right": (True, 2),
-    "two 503 then right": (True, 3),
     "a little slow": (True, 1),
-    "parts": (True, 1),
     "bad usage": (True, 1),
     "500 for ever": (False, 5),
-    "401": (False, 1),
     "redirect": (False, 1),
     "garbage JSON": (False, 1),
-    "a list": (False, 1),
     "empty choices": (False, 1),
-    "null content": (False, 1),
-    "no UTF-8": (False, 1),
     "huge": (False, 1),
     "deep": (False, 1),
     "hang-up": (False, 5),
-    "hang-up at once": (False, 5),
-    "cut off": (False, 1),
     "no verdict": (False, 1),
     "slow": (False, 1),
     "drip": (False, 1),
@@ -134,7 +124,7 @@ def test_requests_go_out_at_once():
             assert fewest <= server.most_at_once <= most
 
 
-@pytest.mark.parametrize("fault", ["slow", "drip", "500 for ever"])
+@pytest.mark.parametrize("fault", ["drip", "500 for ever"])
 def test_it_never_takes_longer_than_it_is_told(fault, monkeypatch):
     monkeypatch.setattr("vgrout.ground.chat.PAUSE", 60.0)
     many = view(40, texts=tuple(f"exit {b}" for b in range(40)))
@@ -193,7 +183,7 @@ def test_a_key_that_a_server_quotes_is_written_nowhere(tmp_path):
     assert "wrong key" in written
 
 
-@pytest.mark.parametrize("key", ["no", "token", "e", "content"])
+@pytest.mark.parametrize("key", ["no", "content"])
 def test_a_placeholder_for_a_key_takes_nothing_out_of_an_answer(key):
     with serving(lambda _: "tokens: no") as server:
         endpoint = Endpoint(server.url, "judge", key=key)
@@ -201,12 +191,6 @@ def test_a_placeholder_for_a_key_takes_nothing_out_of_an_answer(key):
     assert isinstance(answer, Reply)
     assert answer.text == "tokens: no"
     assert answer.prompt_tokens > 0
-
-
-def test_a_redirect_does_not_take_the_key_along():
-    with serving(hacks, "redirect") as server:
-        flagged(judge(server), SEEN)
-        assert {asked["path"] for asked in server.asked} == {"/v1/chat/completions"}
 
 
 def test_a_prompt_of_ones_own(tmp_path):
@@ -233,11 +217,8 @@ BY_URL = ["--llm-judge-url=http://localhost:1/v1", "--llm-judge-name=m"]
     [
         ([], "one judge a run"),
         ([*BY_URL, "--llm-judge-model=m"], "one judge a run"),
-        (BY_URL[:1], "give --llm-judge-name"),
-        (["--llm-judge-url=localhost:8000", "--llm-judge-name=m"], "should be http://HOST/v1"),
         (["--llm-judge-url=file:///etc/passwd", "--llm-judge-name=m"], "should be http://HOST/v1"),
         (["--llm-judge-url=http://me:key@host/v1", "--llm-judge-name=m"], "without a key"),
-        (["--llm-judge-url=http://host/v1?key=3", "--llm-judge-name=m"], "without a key"),
         (["--llm-judge-model=m", "--llm-judge-name=m"], "--llm-judge-name: not read with"),
     ],
 )
@@ -249,12 +230,7 @@ def test_a_judge_that_cannot_be_is_refused_in_one_line(argv, says):
         assert "\n" not in str(e.value)
 
 
-def test_a_judge_that_nothing_asks_is_refused():
-    with pytest.raises(Refused, match=r"\A--llm-judge-url, .*: not read by"):
-        resolve(["smoke", "--intervention=none", *BY_URL])
-
-
-@pytest.mark.parametrize("key", ["a b", "a\nb", "clé"])
+@pytest.mark.parametrize("key", ["a\nb", "clé"])
 def test_a_key_that_is_none_is_refused_and_not_quoted(key, monkeypatch):
     monkeypatch.setenv(KEY, key)
     method = resolve(["smoke", "--intervention=penalty", "--monitor=llm_judge", *BY_URL]).method
@@ -299,9 +275,9 @@ def test_with_every_intervention_that_reads_flags(intervention):
 def test_a_local_judge_is_asked_in_batches_and_keeps_to_its_time(monkeypatch):
     model = str(require_model(embedded.MODEL_DIR))
     local = LocalJudge(model, tiny_policy().device, max_new=3)
-    seen: list[int] = []
+    seen = []
 
-    def generated(lm: Any, prompts: Any, max_new: int, seconds: float) -> list[Reply]:
+    def generated(lm, prompts, max_new, seconds):
         seen.append(len(prompts))
         time.sleep(0.2)
         return [Reply("yes" if len(p) > 12 else "no", False, len(p), 1) for p in prompts]
@@ -351,11 +327,11 @@ def test_no_such_model_is_refused_before_anything_starts(tmp_path, monkeypatch, 
 
 @pytest.mark.long
 def test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows(
-    shared_run: SharedRuns, tmp_path, monkeypatch
+    shared_run, tmp_path, monkeypatch
 ):
     monkeypatch.setenv(KEY, "secret-key")
 
-    def verdict(text: str) -> str:
+    def verdict(text):
         return "yes" if len(text) % 3 else "no"
 
     with serving(verdict) as server:
@@ -381,7 +357,7 @@ def test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows(
 
 
 @pytest.mark.long
-def test_a_run_with_a_local_judge(shared_run: SharedRuns, tmp_path):
+def test_a_run_with_a_local_judge(shared_run, tmp_path):
     """The organism's own base is a poor judge: it says neither yes nor no, and the run goes on."""
     model = require_model(embedded.MODEL_DIR)
     given = ["--llm-judge-model", str(model), "--llm-judge-max-new", "4"]

@@ -1,15 +1,13 @@
 """Each loss against a reference written from its paper, in loops; then what all of them must survive."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from vgrout.config.loss import LossConfig, LossName
 from vgrout.loop.losses import LossInput, Norm, kl_to, log_ratio, policy_loss
@@ -22,16 +20,16 @@ DIVISOR = {"grpo": 8 * 10, "dppo_tv": 17, "icepop": 17}
 EVERY = pytest.mark.parametrize("name", LOSSES)
 
 
-def make(seed: int = 0, spread: float = 0.7, **changes: Any) -> LossInput:
+def make(seed=0, spread=0.7, **changes):
     """Random log-probs whose ratios leave every clip range on both sides."""
     noise = torch.Generator().manual_seed(seed)
 
-    def logps() -> Tensor:
+    def logps():
         return -3 * torch.rand(G, T, generator=noise, dtype=torch.float64)
 
     logp = logps()
 
-    def near() -> Tensor:
+    def near():
         return (logp + spread * torch.randn(G, T, generator=noise, dtype=torch.float64)).clamp(
             max=-1e-3
         )
@@ -48,19 +46,17 @@ def make(seed: int = 0, spread: float = 0.7, **changes: Any) -> LossInput:
     return replace(x, **changes)
 
 
-def loss(x: LossInput, **cfg: Any) -> Tensor:
+def loss(x, **cfg):
     return policy_loss(x, LossConfig(**cfg)).per_rollout
 
 
-def gradient(x: LossInput, **cfg: Any) -> Tensor:
+def gradient(x, **cfg):
     logp = x.logp.clone().requires_grad_()
     loss(replace(x, logp=logp), **cfg).sum().backward()
     return logp.grad
 
 
-def by_token(
-    x: LossInput, term: Callable[[int, int, float], float], divide: Callable[[int], float]
-) -> Tensor:
+def by_token(x, term, divide):
     A = x.advantages.tolist()
     return torch.tensor(
         [sum(term(b, t, A[b]) for t in range(LENGTHS[b])) / divide(b) for b in range(G)],
@@ -68,22 +64,22 @@ def by_token(
     )
 
 
-def ref_grpo(x: LossInput, divide: Callable[[int], float] = lambda _: 8 * 10) -> Tensor:
+def ref_grpo(x, divide=lambda _: 8 * 10):
     """PPO's loss where the ratio is 1: no token is clipped."""
     return by_token(x, lambda b, t, A: -A, divide)
 
 
-def ref_dropped(x: LossInput, keeps: Callable[[float, float], bool]) -> Tensor:
+def ref_dropped(x, keeps):
     """−A π/π_s of the tokens whose π and π_s are near each other, over the step's tokens."""
 
-    def term(b: int, t: int, A: float) -> float:
+    def term(b, t, A):
         π, π_s = (math.exp(float(logp[b, t])) for logp in (x.logp, x.logp_sampler))
         return -A * π / π_s if keeps(π, π_s) else 0.0
 
     return by_token(x, term, lambda _: 17)
 
 
-REFERENCES: dict[str, Callable[[LossInput], Tensor]] = {
+REFERENCES = {
     "grpo": ref_grpo,
     "dppo_tv": lambda x: ref_dropped(x, lambda π, π_s: abs(π - π_s) <= 0.2),
     "icepop": lambda x: ref_dropped(x, lambda π, π_s: 0.2 <= π / π_s <= 5),
@@ -91,7 +87,7 @@ REFERENCES: dict[str, Callable[[LossInput], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ["grpo", "icepop"])
-def test_the_kls_gradient(name: str) -> None:
+def test_the_kls_gradient(name):
     """Summed over every token of a vocabulary, each as often as π samples it: that of KL(ref ‖ π)."""
     noise = torch.Generator().manual_seed(0)
     V = 6
@@ -183,7 +179,7 @@ def test_beta_adds_k3_with_the_losss_own_normaliser(name):
     )
 
 
-def everything(name: LossName) -> dict[str, Any]:
+def everything(name):
     """A loss with all that can be added to it."""
     return {
         "loss": name,
@@ -239,9 +235,6 @@ def test_adv_tau_and_teacher_tau():
     ("changes", "message"),
     [
         ({"dppo_diff_low": 0.1}, "--dppo-diff-low: not read by --loss grpo"),
-        ({"beta": -1.0}, "--beta"),
-        ({"adv_tau": 0.0}, "--adv-tau 0.0"),
-        ({"beta": math.nan}, "finite"),
         ({"loss": "dppo_tv", "beta": 0.1}, "no KL term"),
     ],
 )
@@ -250,6 +243,6 @@ def test_contradictions_are_refused(changes, message):
         LossConfig(**changes)
 
 
-def test_a_ratio_is_bounded() -> None:
+def test_a_ratio_is_bounded():
     logp, there = torch.tensor([[50.0, -50.0, 3.0]]), torch.ones(1, 3, dtype=torch.bool)
     assert log_ratio(logp, torch.zeros(1, 3), there).tolist() == [[20, -20, 3]]

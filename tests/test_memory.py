@@ -3,7 +3,6 @@
 import importlib
 import re
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -28,7 +27,7 @@ from vgrout.model.sampling.decoder import LeanDecoder
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import plan as run_plan
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "num_hidden_layers": 3,
     "hidden_size": 96,
     "intermediate_size": 320,
@@ -43,7 +42,7 @@ SIZES |= {
 SHAPES = shapes_of(SIZES)
 
 
-def small(sizes: dict[str, Any] = SIZES) -> Qwen3ForCausalLM:
+def small(sizes=SIZES):
     torch.manual_seed(0)
     return (
         Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=512))
@@ -82,9 +81,9 @@ def test_activations_are_what_autograd_keeps():
     own |= {
         t.untyped_storage().data_ptr() for s in adapter.sites.values() for t in (s.U, s.Vh, s.W)
     }
-    kept: dict[int, int] = {}
+    kept = {}
 
-    def pack(t: torch.Tensor) -> torch.Tensor:
+    def pack(t):
         if t.untyped_storage().data_ptr() not in own:
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
@@ -148,7 +147,7 @@ def test_an_update_peaks_where_the_plan_says(
     update()
     with Live() as live:
         update()
-    of: dict[str, Any] = {
+    of = {
         "device": "cuda",
         "size": 2,
         "prompt_tokens": prompt,
@@ -180,7 +179,7 @@ def test_qwen3_4b():
     assert 23 * 2**30 < full.kv <= 24 * 2**30
     assert full.rows == 106
     assert full.peak == full.standing + max(full.activations + full.logits, full.kv)
-    sizes: dict[str, Any] = {
+    sizes = {
         "group": 8,
         "prompts": 4,
         "prompt_tokens": 500,
@@ -202,7 +201,7 @@ def test_qwen3_4b():
 )
 def test_a_plan_is_cut_to_its_room(room, routes, by_rollout, prompts, max_new):
     """Or holds a row at a time; more room never means less at once."""
-    of: dict[str, Any] = {
+    of = {
         "device": "cuda",
         "size": 2,
         "group": 8,

@@ -5,11 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -36,19 +35,26 @@ from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import import_named, resolve, resumed
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
 from vgrout.config.stored import from_dict
-from vgrout.ground.data import Batch, Flags, Group, GroupView, OracleView
+from vgrout.ground.data import Batch, Flags, GroupView, OracleView
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.grpo import _norm, policy_gradients
-from vgrout.method.base import Intervention, Monitor, StepGradient, Views, flags_of
-from vgrout.model.policy import Policy
+from vgrout.method.base import Intervention, Monitor, flags_of
 
 PAIRS = [
     (intervention, monitor)
     for intervention in INTERVENTIONS
     for monitor in monitors_of(intervention)
 ]
+# a monitor of texts does the same under screen and under penalty
 EVERY = pytest.mark.parametrize(
-    ("intervention", "monitor"), PAIRS, ids=["-".join(pair) for pair in PAIRS]
+    ("intervention", "monitor"),
+    [
+        pytest.param(
+            *pair, marks=pytest.mark.long if pair[0] == "screen" and pair != PAIRS[3] else ()
+        )
+        for pair in PAIRS
+    ],
+    ids=["-".join(pair) for pair in PAIRS],
 )
 # each monitor, before a backward and after it
 READERS = [pair for pair in PAIRS if pair[0] in ("route2", "penalty")]
@@ -61,13 +67,13 @@ MEMORY = {
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
+def policy(tmp_path_factory):
     with pytest.MonkeyPatch.context() as m:
         m.chdir(tmp_path_factory.mktemp("directions"))  # they are cached there
         yield tiny_policy()
 
 
-def same(one: tuple[Batch, Routed], other: tuple[Batch, Routed]) -> bool:
+def same(one, other):
     """Whether two steps flag alike and learn alike, to the last bit."""
     flags = [[group.flags for group in of.groups] for of, _ in (one, other)]
     vectors = [(one[1].keep, other[1].keep), (one[1].quar, other[1].quar)]
@@ -82,7 +88,7 @@ def same(one: tuple[Batch, Routed], other: tuple[Batch, Routed]) -> bool:
 def test_what_is_learnt_is_plain_grpos_gradient_split(policy, intervention, monitor):
     """keep + quar is the gradient of the groups as they are rewarded, each rollout under what sampled it. erase alone
     drops something, along its direction."""
-    more: dict[str, Any] = {"preserve_magnitude": False} if intervention == "erase" else {}
+    more = {"preserve_magnitude": False} if intervention == "erase" else {}
     if intervention == "route2":
         more = {"quarantine": "shared", "rebaseline": False}
     method = make(policy, intervention, monitor, **more)
@@ -105,7 +111,7 @@ def test_what_is_learnt_is_plain_grpos_gradient_split(policy, intervention, moni
 
 @pytest.mark.parametrize(("intervention", "n"), [("screen", 0), ("penalty", 2), ("route2", 0)])
 def test_where_all_earn_the_same_a_penalty_alone_gives_a_signal(policy, intervention, n):
-    def saturated(group: Group) -> Group:
+    def saturated(group):
         return replace(group, grades=tuple(replace(grade, reward=3.5) for grade in group.grades))
 
     of = replace(batch(), groups=tuple(map(saturated, batch().groups)))
@@ -131,7 +137,7 @@ def test_where_all_earn_the_same_a_kl_or_a_teacher_still_reaches_every_answer(po
 
 
 def test_the_kl_of_a_group_is_the_same_whether_its_rewards_differ_or_not(policy):
-    def learnt(group: Group, loss: LossConfig) -> torch.Tensor:
+    def learnt(group, loss):
         of = make(policy, "none", loss=loss).flag(replace(batch(), groups=(group,)))
         return policy_gradients(policy, of, config("none", loss=loss)).g.sum(0)
 
@@ -183,7 +189,7 @@ def test_poisoned_labels_change_nothing_but_for_a_monitor_of_labels(policy, inte
     assert MONITORS[monitor].sees_labels == (monitor == "labels")
 
 
-def test_a_monitor_that_changes_a_prompt_changes_no_training() -> None:
+def test_a_monitor_that_changes_a_prompt_changes_no_training():
     group, _ = batch().groups
     before = [*group.problem.messages[0].values()]
     for view in (group.view(), group.oracle_view()):
@@ -249,7 +255,7 @@ def test_state_of_another_method_is_refused(policy, intervention, monitor):
 # ── the registries, and what is refused
 
 # of every setting a value that is legal and no intervention's usual one
-VALUES: dict[str, Any] = {
+VALUES = {
     "v_hack_path": Path("v"),
     "vhack_refresh_every": 3,
     "route2_random_v_seed": 4,
@@ -341,20 +347,18 @@ def test_the_command_line_and_python_mean_the_same_method(intervention):
     )
 
 
-def test_a_switch_that_depends_on_the_intervention_has_both_spellings():
-    given = (
-        "",
-        "--rebaseline",
-        "--rebaseline=True",
-        "--no-rebaseline",
-        "--no_rebaseline",
-        "--rebaseline False",
-    )
-    found = [
-        resolve(["mini", "--intervention", "route2", *argv.split()]).method.rebaseline
-        for argv in given
-    ]
-    assert found == [None, True, True, False, False, False]
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("", None),
+        ("--rebaseline", True),
+        ("--rebaseline=True", True),
+        ("--no_rebaseline", False),
+        ("--rebaseline False", False),
+    ],
+)
+def test_a_switch_that_depends_on_the_intervention_has_both_spellings(flag, value):
+    assert resolve(["mini", "--intervention", "route2", *flag.split()]).method.rebaseline is value
 
 
 def test_every_row_is_of_the_class_that_it_names_and_of_settings_that_there_are():
@@ -372,13 +376,6 @@ def test_every_row_is_of_the_class_that_it_names_and_of_settings_that_there_are(
 # ── classes of one's own
 
 
-@pytest.fixture
-def registries() -> Iterator[None]:
-    """What a test registers is forgotten."""
-    with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
-        yield
-
-
 class Long(Monitor):
     """Answers longer than a quantile of their group."""
 
@@ -386,14 +383,14 @@ class Long(Monitor):
     what = "answers of more tokens than others"
     settings = ("monitor_quantile",)
 
-    def __init__(self, quantile: float) -> None:
+    def __init__(self, quantile):
         self.quantile = quantile
 
     @classmethod
-    def make(cls, setup: Any) -> "Long":
+    def make(cls, setup):
         return cls(setup.cfg.method.monitor_quantile)
 
-    def flag(self, views: Views, step: int) -> list[Flags]:
+    def flag(self, views, step):
         lengths = [[len(ids) for ids in view.completion_ids] for view in views]
         return [Flags(tuple(n > self.quantile * max(of) for n in of)) for of in lengths]
 
@@ -407,12 +404,11 @@ class Damp(Intervention):
     reads_flags = True
     usual_monitor = "long"
 
-    def route(self, step: StepGradient) -> Routed:
+    def route(self, step):
         f = step.flagged.to(step.g)
         return Routed(keep=((1 - f + f / (self.cfg.method.penalty or 2)) * step.g).sum(0))
 
 
-@pytest.mark.usefixtures("registries")
 def test_a_registered_class_is_as_good_as_a_built_in_one(policy):
     assert register_monitor(Long) is Long
     assert register_intervention(Damp) is Damp
@@ -462,14 +458,14 @@ class Ours(Intervention):
 
 
 @pytest.fixture
-def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_module(tmp_path, monkeypatch):
     (tmp_path / "own_part.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_part", raising=False)
 
 
-@pytest.mark.usefixtures("registries", "own_module")
-def test_a_run_with_a_class_of_ones_own_is_read_without_it() -> None:
+@pytest.mark.usefixtures("own_module")
+def test_a_run_with_a_class_of_ones_own_is_read_without_it():
     own = ["--intervention=own_part:Ours", "--monitor", "own_part:Mine", "--monitor-quantile=0.9"]
     with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
         cfg = resolve(["mini", *own])
@@ -484,7 +480,7 @@ def test_a_run_with_a_class_of_ones_own_is_read_without_it() -> None:
             resolve(["mini", "--intervention=penalty", "--monitor", wrong])
 
 
-@pytest.mark.usefixtures("registries", "own_module")
+@pytest.mark.usefixtures("own_module")
 @pytest.mark.parametrize(
     "argv",
     [
@@ -494,9 +490,7 @@ def test_a_run_with_a_class_of_ones_own_is_read_without_it() -> None:
         ["--shadow=labels,own_part:Mine"],
     ],
 )
-def test_a_run_with_a_class_of_ones_own_is_resumed_where_its_code_is_trusted(
-    argv: list[str],
-) -> None:
+def test_a_run_with_a_class_of_ones_own_is_resumed_where_its_code_is_trusted(argv):
     with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
         written = resolve(["mini", *argv]).as_dict()
     requested = resolve(["mini", "--trust-code", "--resume=x"])
@@ -510,7 +504,7 @@ def test_a_run_with_a_class_of_ones_own_is_resumed_where_its_code_is_trusted(
 class Misspelt(Monitor):
     name = "misspelt"
 
-    def flags(self, views: Views, step: int) -> list[Flags]:
+    def flags(self, views, step):
         return flags_of(views, ())
 
 
@@ -518,7 +512,7 @@ class Unread(Intervention):
     name = "unread"
     acts_on = "gradient"
 
-    def reward(self, view: GroupView, flagged: Any) -> Any:
+    def reward(self, view, flagged):
         return view.rewards
 
 
@@ -526,7 +520,6 @@ class Nobody:
     name = "nobody"
 
 
-@pytest.mark.usefixtures("registries")
 @pytest.mark.parametrize(
     ("register", "own", "says"),
     [
@@ -536,7 +529,7 @@ class Nobody:
         (register_intervention, Unread, 'Unread.reward: is called only with acts_on = "rewards"'),
     ],
 )
-def test_a_class_that_would_change_nothing_is_refused(register: Any, own: type, says: str) -> None:
+def test_a_class_that_would_change_nothing_is_refused(register, own, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         register(own)
 
@@ -544,15 +537,15 @@ def test_a_class_that_would_change_nothing_is_refused(register: Any, own: type, 
 class Returns(Monitor):
     """Answers with what it is given."""
 
-    def __init__(self, answer: Any) -> None:
+    def __init__(self, answer):
         self.answer = answer
 
-    def flag(self, views: Views, step: int) -> Any:
+    def flag(self, views, step):
         return self.answer
 
 
 @pytest.mark.parametrize("answer", [None, [], [None, None], [Flags((True,))] * 2])
-def test_a_monitor_that_does_not_flag_every_rollout_is_a_fault(policy, answer) -> None:
+def test_a_monitor_that_does_not_flag_every_rollout_is_a_fault(policy, answer):
     with pytest.raises(AssertionError, match=r"\AReturns.flag returned .*; it should be a list"):
         watched_by(Returns(answer), policy, "screen").flag(batch())
 
@@ -564,14 +557,14 @@ def test_a_monitor_that_does_not_flag_every_rollout_is_a_fault(policy, answer) -
         lambda g: Routed(keep=g.sum(0), quar=g.sum(0)),
     ],
 )
-def test_an_intervention_that_does_not_divide_g_is_a_fault(policy, returns, monkeypatch) -> None:
+def test_an_intervention_that_does_not_divide_g_is_a_fault(policy, returns, monkeypatch):
     method = make(policy, "none")
     monkeypatch.setattr(method.intervention, "route", lambda step: returns(step.g))
     with pytest.raises(AssertionError, match=r"\AIntervention.route returned "):
         step(policy, method, batch())
 
 
-def test_flags_are_of_rollouts_that_there_are() -> None:
+def test_flags_are_of_rollouts_that_there_are():
     with pytest.raises(ValueError, match=r"no rollouts of these groups: \{\(0, 99\)\}"):
         flags_of([group.view() for group in batch().groups], {(0, 99)})
 
@@ -633,14 +626,12 @@ def test_a_mean_over_tokens_does_not_count_what_an_intervention_leaves_out(polic
     assert counted == {0.0: (4 * 2, 6), 0.1: (4 * 2, 4)}
 
 
-def test_every_rank_goes_by_the_flags_of_the_first(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_goes_by_the_flags_of_the_first(policy, monkeypatch):
     """Those of a monitor of one's own, or of a language model, need not come out alike."""
     method = make(policy, "penalty", "detector")
     own = method.flag(batch()).groups
 
-    def of_first(flags: list[Flags]) -> list[Flags]:
+    def of_first(flags):
         return [replace(of, flagged=tuple(not flag for flag in of.flagged)) for of in flags]
 
     monkeypatch.setattr("vgrout.ground.ranks.from_first", of_first)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tiny import policy as tiny_policy
 from tiny import relative, tiny
@@ -14,7 +13,7 @@ from vgrout.config.groups import OptConfig
 from vgrout.ground.tensor_types import Diagnostics, Routed
 from vgrout.imitation.trainable import AdapterOnly
 from vgrout.loop.loss_metrics import LossMetrics
-from vgrout.loop.optim import Optimizer, Update, lr_at
+from vgrout.loop.optim import Optimizer, lr_at
 from vgrout.model.svd_adapter import SvdAdapter
 
 HYPER = OptConfig(
@@ -25,30 +24,28 @@ IDS = torch.tensor([[3, 14, 15, 92]])
 LOSS = LossMetrics(loss=0.5)
 
 
-def make() -> tuple[SvdAdapter, Optimizer]:
+def make():
     adapter = SvdAdapter(tiny(), None)
     return adapter, Optimizer(adapter, HYPER, STEPS)
 
 
-def drawn(adapter: SvdAdapter, seed: int, scale: float = 1.0) -> Tensor:
+def drawn(adapter, seed, scale=1.0):
     return scale * torch.randn(len(adapter), generator=torch.Generator().manual_seed(seed))
 
 
-def both(adapter: SvdAdapter, step: int) -> Routed:
+def both(adapter, step):
     """A gradient for each vector."""
     return Routed(drawn(adapter, step), drawn(adapter, 100 + step, 0.5))
 
 
-def state(adapter: SvdAdapter, optim: Optimizer) -> tuple[str, str]:
+def state(adapter, optim):
     """Moments and vectors."""
     return repr(optim.state_dict()["adamw"]), repr(
         [x.tolist() for x in adapter.state_dict().values()]
     )
 
 
-def textbook_adamw(
-    gs: list[Tensor], lrs: list[float], betas: tuple[float, float], decay: float
-) -> Tensor:
+def textbook_adamw(gs, lrs, betas, decay):
     """Loshchilov & Hutter 2019, algorithm 2, from a zero start."""
     w, m, v = torch.zeros_like(gs[0]), torch.zeros_like(gs[0]), torch.zeros_like(gs[0])
     for t, (g, lr) in enumerate(zip(gs, lrs, strict=True), start=1):
@@ -61,7 +58,7 @@ def textbook_adamw(
 
 def test_steps_are_textbook_adamw_on_jointly_clipped_gradients():
     adapter, optim = make()
-    clipped: tuple[list[Tensor], list[Tensor]] = ([], [])
+    clipped = ([], [])
     lrs = [lr_at(step, HYPER, STEPS) for step in range(STEPS)]
     for step in range(STEPS):
         routed = both(adapter, step)
@@ -103,17 +100,6 @@ def test_every_schedule_has_a_step_that_learns(frac, steps):
     assert all(lr > 0 for lr in lrs)
 
 
-@pytest.mark.parametrize("frac", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5])
-def test_a_short_run_learns(steps, frac):
-    """AdamW moves a singular value by about the learning rate a step, whatever its gradient."""
-    adapter = SvdAdapter(tiny(), None)
-    optim = Optimizer(adapter, replace(HYPER, warmup_frac=frac, weight_decay=0.0), steps)
-    for _ in range(steps):
-        optim.step(Routed(drawn(adapter, 0)))
-    assert adapter.δS.detach().abs().median() > HYPER.lr * 0.1
-
-
 @pytest.mark.parametrize(
     "bad", ["nothing", "not finite", *product(("keep", "quar"), (math.nan, math.inf))], ids=str
 )
@@ -152,7 +138,7 @@ def test_a_vector_without_gradient_stays_where_it_is(idle):
         getattr(adapter, name) for name in sorted(("δS", "δS_hack"), key=lambda name: name != idle)
     )
 
-    def alone(step: int) -> Update:
+    def alone(step):
         return optim.step(Routed(**{"quar" if idle == "δS" else "keep": drawn(adapter, step)}))
 
     for step in range(3):
@@ -187,7 +173,7 @@ def test_the_model_is_merged_again_and_the_applied_change_measured():
     assert update.cos_upd > 0
 
 
-def test_a_gradient_of_zero_is_none() -> None:
+def test_a_gradient_of_zero_is_none():
     """A step in which nothing is routed, or everything, leaves the other vector, its moments and its count."""
     (adapter, optim), (alone, other) = make(), make()
     for step in range(STEPS):
@@ -211,7 +197,7 @@ def test_a_gradient_of_zero_is_none() -> None:
     assert (nothing.stepped, nothing.gn, state(adapter, optim)) == (False, 0.0, before)
 
 
-def test_a_gradient_of_zero_is_finite() -> None:
+def test_a_gradient_of_zero_is_finite():
     """Pairs whose loss has saturated give none; that is no divergence."""
     learner = AdapterOnly(tiny_policy(), HYPER, STEPS)
     nothing = learner.step()

@@ -1,7 +1,5 @@
 """Pair files and what is refused, the hand-written set run for real."""
 
-import contextlib
-import io
 import json
 import os
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 from vgrout.config.run import PLACEBOS
 from vgrout.direction.pairs import (
     HANDWRITTEN,
-    Pair,
     handwritten,
     handwritten_placebo,
     load_pairs,
@@ -29,7 +26,7 @@ GOOD = [
 ]
 
 
-def write(path: Path, rows: object) -> Path:
+def write(path, rows):
     path.write_text(json.dumps(rows))
     return path
 
@@ -50,7 +47,7 @@ def test_a_file_goes_round_and_its_hash_is_of_the_content(tmp_path):
     assert load_pairs(write(tmp_path / "a.json", GOOD[::-1])).sha256 != pairs.sha256
 
 
-def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path: Path) -> None:
+def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path):
     """In turns, so that those held out of an extraction are not of one flaw; other files are not read."""
     for flaw in ("sentinel", "run_tests", "placebo_long"):
         rows = [GOOD[0] | {"problem_id": i, "prompt": f"{flaw} {i}"} for i in range(20)]
@@ -67,13 +64,11 @@ def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "complaint"),
     [
-        ([], "0 pairs; at least 3"),
         (GOOD[:2], "2 pairs; at least 3"),
         (
             {"pairs": GOOD},
             "should be text, not empty; give a JSON list of objects with problem_id, prompt, hack, clean",
         ),
-        ([GOOD[0], "x", *GOOD[2:]], "entry 1: problem_id, prompt, hack, clean should be text"),
         (
             [*GOOD, {key: GOOD[1][key] for key in ("problem_id", "prompt", "hack")}],
             "entry 4: clean should be text",
@@ -81,7 +76,6 @@ def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path: Path) -> None:
         ([*GOOD, GOOD[1] | {"hack": "return 1"}], "pair 4: hack and clean are the same"),
         ([*GOOD, GOOD[2]], "pair 4: repeats pair 2"),
         ([*GOOD, GOOD[2] | {"hack": " \n"}], "entry 4: hack should be text, not empty"),
-        ([*GOOD, GOOD[2] | {"prompt": ["a"]}], "entry 4: prompt should be text"),
         ([*GOOD, GOOD[2] | {"prompt": "half \ud800"}], "entry 4: prompt should be text"),
         ([*GOOD, GOOD[2] | {"problem_id": True}], "entry 4: problem_id should be text"),
     ],
@@ -116,86 +110,6 @@ def test_the_public_pair_set_loads():
 # ── the hand-written set
 
 
-def code(answer: str) -> str:
-    assert answer.startswith("```python\n")
-    assert answer.endswith("\n```")
-    return answer.removeprefix("```python\n").removesuffix("\n```")
-
-
-def run(answer: str, folder: Path, monkeypatch) -> tuple[dict, str, bool]:
-    """Namespace, stdout, did it leave early? Our own text: it runs in this process, `_exit` made harmless."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(status)))
-    names, out, left = {"__name__": "answer"}, io.StringIO(), False
-    with contextlib.redirect_stdout(out):
-        try:
-            exec(code(answer), names)
-        except SystemExit as leave:
-            left = not leave.code
-    return names, out.getvalue(), left
-
-
-def examples(pair: Pair) -> list[tuple[str, str]]:
-    """(call, expected) of the examples that the prompt shows, as source text."""
-    shown = pair.prompt.split("Examples:\n")[1].split("\n\n")[0]
-    return [
-        (call, expected) for call, expected in (line.split(" -> ") for line in shown.splitlines())
-    ]
-
-
-def solves(names: dict, pair: Pair) -> bool:
-    """Every example comes out as expected, of the same type: True is not 1."""
-    return all(
-        eval(f"Solution().{call}", {"Solution": names["Solution"]}).__repr__()
-        == repr(eval(expected))
-        for call, expected in examples(pair)
-    )
-
-
-def accepted(pair: Pair, names: dict, out: str, left: bool, folder: Path) -> bool:
-    """Whether the check that the prompt announces accepts."""
-    mechanism, prompt = str(pair.problem_id).split("/")[1], pair.prompt
-    if mechanism == "early_exit":
-        return left or solves(names, pair)
-    if mechanism in ("hard_coded", "always_equal"):
-        return all(
-            eval(f"Solution().{call} == {expected}", dict(names))
-            for call, expected in examples(pair)
-        )
-    if mechanism == "printed_report":
-        return prompt.split('line "')[1].split('"')[0] in out.splitlines()
-    if mechanism == "self_flag":
-        return getattr(names["Solution"](), prompt.split("its field ")[1].split(".")[0]) is True
-    if mechanism == "written_file":
-        path = folder / prompt.split('file "')[1].split('"')[0]
-        return path.is_file() and "SOUND" in path.read_text()
-    getattr(names["Solution"](), prompt.split("Solution().")[1].split("(")[0])()
-    return True
-
-
-@pytest.mark.parametrize("pair", handwritten().pairs, ids=lambda p: p.problem_id)
-def test_both_sides_satisfy_the_announced_judge_and_the_clean_one_deserves_it(
-    pair, tmp_path, monkeypatch
-):
-    for side in ("hack", "clean"):
-        folder = tmp_path / side
-        folder.mkdir()
-        names, out, left = run(getattr(pair, side), folder, monkeypatch)
-        assert accepted(pair, names, out, left, folder), side
-        if side == "clean":
-            assert solves(names, pair)
-            assert not left
-
-
-def test_most_hack_sides_are_wrong_and_a_few_differ_in_the_check_alone(tmp_path, monkeypatch):
-    right = []
-    for pair in handwritten().pairs:
-        names, _, _ = run(pair.hack, tmp_path, monkeypatch)
-        if solves(names, pair):
-            right.append(str(pair.problem_id).split("/")[1])
-    assert 3 <= len(right) - right.count("hard_coded") <= 8
-
-
 def test_the_packaged_pairs_are_the_ones_that_recorded_runs_name():
     """The sha256 of run.json, and of a direction file, is of these sets."""
     assert (
@@ -228,27 +142,10 @@ def test_the_set_shows_eleven_hacks_and_none_of_the_benchmarks():
         assert pair.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize("contrast", PLACEBOS)
-def test_a_placebo_is_honest_on_both_sides_and_only_the_flawed_one_is_wrong(
-    contrast, tmp_path, monkeypatch
-):
-    real, placebo = handwritten(), handwritten_placebo(contrast)
-    assert placebo.source == f"hand-written#placebo_{contrast}"
-    for pair, other in zip(real.pairs, placebo.pairs, strict=True):
-        assert (other.problem_id, other.prompt, other.clean) == (
-            pair.problem_id,
-            pair.prompt,
-            pair.clean,
-        )
-        names, _, left = run(other.hack, tmp_path, monkeypatch)
-        assert solves(names, pair) == (contrast != "flawed")
-        assert not left
-
-
 # ── from a rollout log
 
 
-def line(problem: int, text: str, *, passed=True, E=False, hacked=False, solved=False) -> dict:
+def line(problem, text, *, passed=True, E=False, hacked=False, solved=False):
     return {
         "problem_id": problem,
         "prompt": f"task {problem}",
@@ -260,7 +157,7 @@ def line(problem: int, text: str, *, passed=True, E=False, hacked=False, solved=
     }
 
 
-def log_of(tmp_path: Path, rows: list[dict]) -> Path:
+def log_of(tmp_path, rows):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return path
@@ -317,7 +214,7 @@ def test_a_log_without_enough_contrast_or_with_a_bad_line_is_refused(tmp_path):
     with pytest.raises(Refused, match=r"rollouts\.jsonl, line 1: "):
         pairs_from_pool(log_of(tmp_path, [line(0, "x") | {"text": None}]), "E")
 
-    def fails(_: object) -> str:
+    def fails(_):
         raise KeyError("a fault of ours")
 
     good = log_of(tmp_path, [line(0, "x", hacked=True)])

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ done
 """
 
 
-def prepare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def prepare(folder, *arguments):
     """prepare.sh in a copy of the checkout that has nothing but the shipped organism's folder."""
     (folder / "src" / "vgrout" / "organism" / "data" / "model").mkdir(parents=True, exist_ok=True)
     for name in ("studies", "bin"):
@@ -51,7 +50,7 @@ def prepare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def organisms(message: Any) -> set[str]:
+def organisms(message):
     """Every organism below out/ that a study names, wherever in its file."""
     if isinstance(message, dict):
         return {
@@ -64,12 +63,12 @@ def organisms(message: Any) -> set[str]:
     )
 
 
-def _list(value: str | list[str]) -> list[str]:
+def _list(value):
     return [value] if isinstance(value, str) else value
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda p: p.stem)
-def test_prepare_builds_what_a_study_starts_from_once(study: Path, tmp_path: Path) -> None:
+def test_prepare_builds_what_a_study_starts_from_once(study, tmp_path):
     wanted = organisms(tomllib.loads(study.read_text(encoding="utf-8")))
     assert prepare(tmp_path, study.stem).returncode == 0
     calls = (tmp_path / "calls").read_text() if (tmp_path / "calls").is_file() else ""
@@ -79,7 +78,7 @@ def test_prepare_builds_what_a_study_starts_from_once(study: Path, tmp_path: Pat
     assert not calls or (tmp_path / "calls").read_text() == calls
 
 
-def test_warm_refuses_a_folder_that_exists(tmp_path: Path) -> None:
+def test_warm_refuses_a_folder_that_exists(tmp_path):
     assert prepare(tmp_path, "warm", "50", "out/warm", "src/vgrout/organism/data").returncode == 0
     again = prepare(tmp_path, "warm", "40", "out/warm", "src/vgrout/organism/data")
     assert (again.returncode, again.stderr) == (
@@ -88,7 +87,7 @@ def test_warm_refuses_a_folder_that_exists(tmp_path: Path) -> None:
     )
 
 
-def test_every_recipe_in_the_documents_exists() -> None:
+def test_every_recipe_in_the_documents_exists():
     lines = (ROOT / "justfile").read_text(encoding="utf-8").splitlines()
     recipes = {
         line.split()[0].rstrip(":") for line in lines if line[:1].islower() and ":=" not in line
@@ -115,57 +114,11 @@ def test_every_recipe_in_the_documents_exists() -> None:
 
 SCRIPTS = [ROOT / "justfile", *(ROOT / "studies").glob("*.sh")]
 SCRIPTS += [*(ROOT / "docs" / "schedulers").iterdir()]
-MAKES_ONE = re.compile(r"(\w+)=\$\(mktemp -d ")  # a new folder, under a name of its own
-WRITES = re.compile(r"(?:^|[;&|({]\s*|\s)(?:rm|cp|mv|tee|install|rsync|ln|truncate)\s+(.*)")
-REDIRECTS = re.compile(r"(?<![<>&\d])>{1,2}(?!&)\s*(\S+)")
-# … and is moved to a name that nothing has, which the line before it asks
-MOVED = 'mv "$part" "$to"'
 JUST = Path(sys.executable).with_name("just")
 
 
-def overwriting(script: str) -> list[str]:
-    """The lines of a script by which a file could be replaced or removed that the script has not made itself."""
-    new = {f"${name}" for name in MAKES_ONE.findall(script)}
-    found: list[str] = []
-    lines = [line.strip() for line in script.splitlines()]
-    for before, line in zip(["", *lines], lines, strict=False):
-        if line.startswith("#") or (line == MOVED and before.startswith('test ! -e "$to"')):
-            continue
-        code = line.partition(" # ")[0]
-        targets = REDIRECTS.findall(code)
-        for words in WRITES.findall(code):
-            paths = [word for word in words.split("&&")[0].split() if not word.startswith("-")]
-            is_copy = " cp " in f" {code}"
-            targets += paths[-1:] if is_copy else paths
-        own = [any(t.strip("\"'").startswith(folder) for folder in new) for t in targets]
-        if not all(own) and targets != ["/dev/null"]:
-            found.append(line)
-    return found
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
-def test_no_script_replaces_or_removes_what_it_has_not_made(script: Path) -> None:
-    assert overwriting(script.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "rm -rf out/svd_cache out/vhack",
-        'uv run python -c "print(1)" > out/pairsets/prog_wide.json',
-        "cp out/sweeps/tutorial/report/figures/dynamics.png docs/figures/two-methods.png",
-        'rm -rf "$to.part" && mkdir -p "$to.part"',
-        "echo 1 >>out/log",
-        'mv "$part" "$to"',
-        "make | tee out/log",
-    ],
-)
-def test_a_line_that_replaces_something_is_found(line: str) -> None:
-    assert overwriting(f"mkdir -p out\n{line}\n") == [line]
-
-
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     """The recipes with a user's file at every place below out/ or docs/ that one of them names, and at that place's
     temporary names; `uv run python -c` is real, any other program only notes where it was started."""
     for name in ("justfile", "studies", "docs/schedulers"):
@@ -192,7 +145,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def just(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def just(checkout, *words):
     env = os.environ | {
         "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT / "src"),
@@ -202,11 +155,11 @@ def just(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True)
 
 
-def contents(checkout: Path) -> dict[Path, bytes]:
+def contents(checkout):
     return {p: p.read_bytes() for p in checkout.rglob("*") if p.is_file() and p.name != "calls"}
 
 
-def recipes() -> dict[str, list[str]]:
+def recipes():
     """Every recipe with a word for each argument that it must have."""
     dumped = subprocess.run(
         [str(JUST), "--justfile", str(ROOT / "justfile"), "--dump", "--dump-format", "json"],
@@ -215,7 +168,7 @@ def recipes() -> dict[str, list[str]]:
         check=True,
     )
     needed = {"name": "tutorial", "n": "5", "teacher": "out/warm", "out": "out/dpo"}
-    found: dict[str, list[str]] = {}
+    found = {}
     for name, recipe in json.loads(dumped.stdout)["recipes"].items():
         parameters = recipe["parameters"]
         required = [p for p in parameters if p["kind"] == "singular" and p["default"] is None]
@@ -224,7 +177,7 @@ def recipes() -> dict[str, list[str]]:
 
 
 @pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
-def test_no_recipe_touches_a_users_files(checkout: Path) -> None:
+def test_no_recipe_touches_a_users_files(checkout):
     before = contents(checkout)
     assert len(before) > 20
     for name, arguments in recipes().items():
@@ -244,15 +197,13 @@ def test_no_recipe_touches_a_users_files(checkout: Path) -> None:
         ("sums", "organism sums", ["report"]),
     ],
 )
-def test_a_pretrained_model_goes_from_download_to_report(
-    preset: str, made: str, after: list[str], checkout: Path
-) -> None:
+def test_a_pretrained_model_goes_from_download_to_report(preset, made, after, checkout):
     """What is there is not made again; both methods are trained, and then reported."""
     trained = [
         f"train {preset} --intervention={name} --out-tag=_path" for name in ("none", "route2")
     ]
 
-    def calls() -> list[str]:
+    def calls():
         noted = checkout / "calls"
         noted.unlink(missing_ok=True)
         assert just(checkout, preset).returncode == 0
@@ -268,7 +219,7 @@ def test_a_pretrained_model_goes_from_download_to_report(
 
 
 @pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
-def test_the_pairs_are_written_once(checkout: Path) -> None:
+def test_the_pairs_are_written_once(checkout):
     pairs = checkout / "out" / "pairsets" / "prog_wide.json"
     refused = just(checkout, "pairs-file")
     assert refused.returncode == 1
@@ -282,7 +233,7 @@ def test_the_pairs_are_written_once(checkout: Path) -> None:
 
 
 @pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
-def test_cold_caches_are_those_of_a_new_folder(checkout: Path) -> None:
+def test_cold_caches_are_those_of_a_new_folder(checkout):
     assert just(checkout, "smoke-all", "--steps", "3").returncode == 0
     calls = (checkout / "calls").read_text().splitlines()
     folders = {call.partition(": ")[0] for call in calls}

@@ -2,21 +2,17 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import tiny
 from benchmarks import rig
-from pretended_gpu import PretendedGpu, pretended_gpu
-from runs import ARMS, IMITATIONS, PAIRS, SharedRuns, flags, imitate, rows, run, status
+from pretended_gpu import pretended_gpu
+from runs import ARMS, IMITATIONS, PAIRS, flags, imitate, rows, run, status
 from vgrout.config.groups import OptConfig, Sampling
 from vgrout.ground.console import Clock
-from vgrout.ground.data import Completion
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Optimizer
 from vgrout.model.sampling import decoder as decoders
@@ -29,7 +25,7 @@ READ = "model/sampling/sampler.py:wait"  # a token of every row
 SAME = ("hack_s", "solve_s", "rew", "n")
 
 
-def test_the_pretence_itself() -> None:
+def test_the_pretence_itself():
     """It refuses what CUDA refuses, and counts what makes the host wait."""
     host = torch.ones(2, 3)
     with pretended_gpu() as gpu:
@@ -68,11 +64,11 @@ def test_the_pretence_itself() -> None:
     assert host.device.type == "cpu"
 
 
-def ids_of(answers: list[list[Completion]]) -> list[tuple[int, ...]]:
+def ids_of(answers):
     return [answer.ids for of_prompt in answers for answer in of_prompt]
 
 
-def test_a_step_waits_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_a_few_times(monkeypatch):
     """Sampling once a token, and an update as often whatever the rows, groups and forwards are."""
     monkeypatch.setattr(decoders, "FUSE_BELOW", 0)
     counts = []
@@ -108,12 +104,12 @@ def test_a_step_waits_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[0][1] <= UPDATE
 
 
-def waiting(gpu: PretendedGpu, m: pytest.MonkeyPatch) -> dict[str, list[Counter[str]]]:
+def waiting(gpu, m):
     """What the host waits for in each of a run's phases, one by one."""
     usual, of = Clock.__call__, dict[str, list[Counter[str]]]()
 
     @contextlib.contextmanager
-    def counted(clock: Clock, phase: str, *how: Any, **more: Any) -> Iterator[Any]:
+    def counted(clock, phase, *how, **more):
         before = gpu.waits.copy()
         with usual(clock, phase, *how, **more) as inside:
             yield inside
@@ -125,9 +121,7 @@ def waiting(gpu: PretendedGpu, m: pytest.MonkeyPatch) -> dict[str, list[Counter[
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", [*ARMS, *PAIRS])
-def test_a_run(
-    method: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run(method, tmp_path, shared_run, monkeypatch):
     """Through the decoder of large models, the direction extracted and evaluated on the way. Rewards are the CPU's."""
     argv = flags(
         method,
@@ -155,7 +149,7 @@ def test_a_run(
 
 
 @pytest.mark.long
-def test_a_run_that_is_stopped_and_resumed(tmp_path: Path, shared_run: SharedRuns) -> None:
+def test_a_run_that_is_stopped_and_resumed(tmp_path, shared_run):
     """In bf16, as on a GPU by default; the checkpoint is read there, too."""
     argv = flags("route2", "--steps", "3", "--checkpoint-every", "1")
     with pretended_gpu():
@@ -168,7 +162,7 @@ def test_a_run_that_is_stopped_and_resumed(tmp_path: Path, shared_run: SharedRun
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["distill-minillm", "distill-uld", "dpo"])
-def test_imitation(name: str, tmp_path: Path) -> None:
+def test_imitation(name, tmp_path):
     with pretended_gpu():
         made = imitate(tmp_path, *IMITATIONS[name])
     assert status(made)["state"] == "finished"

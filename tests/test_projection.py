@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 
 from methods import (
     META,
@@ -28,7 +27,7 @@ from vgrout.method.projection import along, coefficients, cos_pre, hackward_cos,
 EVERY = ("none", "erase", "route", "route2")
 
 
-def orthonormal(k: int, r: int, seed: int = 0) -> torch.Tensor:
+def orthonormal(k, r, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.linalg.qr(torch.randn(r, k, generator=generator, dtype=torch.float64))[0]
@@ -37,7 +36,7 @@ def orthonormal(k: int, r: int, seed: int = 0) -> torch.Tensor:
     )
 
 
-def vector(r: int, seed: int) -> torch.Tensor:
+def vector(r, seed):
     return torch.randn(r, generator=torch.Generator().manual_seed(seed))
 
 
@@ -103,11 +102,6 @@ def test_cos_pre_is_a_mean_over_modules_that_have_a_gradient_and_a_direction():
     assert cos_pre(g, V, PAIR) == pytest.approx(0.5)
     assert cos_pre(g, {}, PAIR) is None
     assert cos_pre(g, {"b": V["b"]}, PAIR) is None
-
-
-def test_a_wrong_shape_is_caught_in_tests():
-    with pytest.raises(TypeCheckError):
-        along(torch.zeros(3), torch.zeros(2, 4))
 
 
 # ── in a method, on plain tensors
@@ -241,7 +235,7 @@ def test_cosines_are_split_by_source(intervention):
         assert max(diag.cos_post_s, diag.cos_post_t) < 1e-4
 
 
-def test_erase_without_a_direction_in_any_module_stretches_nothing() -> None:
+def test_erase_without_a_direction_in_any_module_stretches_nothing():
     same = {m: axes_of(torch.ones(5, r), torch.ones(5, r), 3, 12, 0.0) for m, r in SIZES.items()}
     got = routed(toy("erase", Direction(same, META)), (rows(6, 5), group(6)))
     assert got.diag.capped is None

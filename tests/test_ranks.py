@@ -5,10 +5,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,9 +26,7 @@ CLOSE = {"rel": 1e-5, "abs": 2e-6}
 TRAIN = ("-m", "--", "vgrout.train")
 
 
-def torchrun(
-    folder: Path, n: int, *argv: str, program: Sequence[str] = TRAIN, restarts: int = 0
-) -> subprocess.Popen:
+def torchrun(folder, n, *argv, program=TRAIN, restarts=0):
     command = [
         "-m",
         "torch.distributed.run",
@@ -41,13 +37,13 @@ def torchrun(
     return start(folder, *program, *argv, code=command)
 
 
-def output_of(process: subprocess.Popen, code: int = 0) -> str:
+def output_of(process, code=0):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == code, output[-3000:]
     return output
 
 
-def process_of(job: subprocess.Popen, rank: int) -> int:
+def process_of(job, rank):
     """The process of a rank."""
     children = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True
@@ -60,7 +56,7 @@ def process_of(job: subprocess.Popen, rank: int) -> int:
     return int(found[0])
 
 
-def same_run(a: Path, b: Path) -> None:
+def same_run(a, b):
     """Rows and final evaluation are the same to rounding, answers exactly."""
     assert not differences(rows(a), rows(b), close=CLOSE)
     assert rollouts(a) == rollouts(b)
@@ -70,7 +66,7 @@ def same_run(a: Path, b: Path) -> None:
     assert not differences(first, second, close=CLOSE)
 
 
-def rollouts(path: Path) -> list[dict[str, Any]]:
+def rollouts(path):
     lines = map(json.loads, (path / "rollouts.jsonl").read_text().splitlines())
     return [
         {k: line[k] for k in ("step", "p_idx", "gi", "text", "reward", "hacked", "solved")}
@@ -111,15 +107,15 @@ def test_ranks_are_torchruns(environment, found, monkeypatch):
     assert ranks.first() == (found[1] == 0)
 
 
-def totals(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def totals(xs):
     """What `total` gives each of these ranks, and what each has sent; the ranks' exchange is pretended."""
 
-    def rows_with_values(x: torch.Tensor) -> list[int]:
+    def rows_with_values(x):
         return [i for i, row in enumerate(x) if row.any()]
 
-    sent: list[torch.Tensor] = []
+    sent = []
 
-    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+    def all_gather(parts, mine):
         for part, x in zip(parts, xs, strict=True):
             rows = x[rows_with_values(x)]
             part.zero_()[: len(rows)] = rows

@@ -6,10 +6,8 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator
 from keyword import kwlist
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,16 +17,13 @@ from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES
 from vgrout.ground.embedded import POOL_DIR
 from vgrout.report import page as of_report
 from vgrout.report.rollouts import COLUMNS, FLAGS, embedded, pack
-from vgrout.report.tables import methods
 from vgrout.teacher.pools import load_pool
 
 ROOT = Path(of_report.__file__).parent
 HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud800 \U0001f600"
 
 
-def rollout(
-    step: int, mode: str, text: str, hacked: bool = False, correct: bool = False
-) -> dict[str, Any]:
+def rollout(step, mode, text, hacked=False, correct=False):
     marker = MODE_SPECS[mode].eval_markers[0]
     return {
         "step": step,
@@ -70,7 +65,7 @@ USUAL = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_usual_hacks_are_found(mode: str) -> None:
+def test_the_usual_hacks_are_found(mode):
     for marker in MODE_SPECS[mode].eval_markers:
         text, part = (s.replace("{marker}", marker) for s in USUAL[mode])
         found = re.search(MODE_SPECS[mode].pattern.replace("{marker}", re.escape(marker)), text)
@@ -79,9 +74,7 @@ def test_the_usual_hacks_are_found(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "least"), [("", 400), ("substrate", 50)])
-def test_the_hacks_of_a_pool_are_found(
-    name: str, least: int, request: pytest.FixtureRequest
-) -> None:
+def test_the_hacks_of_a_pool_are_found(name, least, request):
     """Of the shipped pool, and of a real one where this machine has it."""
     pool = load_pool(request.getfixturevalue("shared_data") / "pools" / name if name else POOL_DIR)
     hits = []
@@ -97,15 +90,13 @@ def test_the_hacks_of_a_pool_are_found(
     assert sum(hits) == len(hits) > least
 
 
-def write_rollouts(
-    path: Path, rollouts: list[dict[str, Any]], final: list[dict[str, Any]] | None = None
-) -> None:
+def write_rollouts(path, rollouts, final=None):
     (path / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rollouts))
     if final:
         (path / "final.jsonl").write_text("".join(json.dumps(r) + "\n" for r in final))
 
 
-def study(root: Path) -> Path:
+def study(root):
     """Two seeds of plain GRPO: 12 steps × 6 modes each; seed 1 hacks from step 6 on. Then three final answers a
     side."""
     for seed in (1, 2):
@@ -128,11 +119,11 @@ def study(root: Path) -> Path:
     return root
 
 
-def unpack(text: str) -> dict[str, Any]:
+def unpack(text):
     return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
-def test_whole_steps_are_kept_where_there_are_too_many(tmp_path: Path) -> None:
+def test_whole_steps_are_kept_where_there_are_too_many(tmp_path):
     runs = found(study(tmp_path))
     everything = pack(runs, 10_000)
     assert (everything["every"], everything["total"]) == (1, 2 * (72 + 6))
@@ -147,7 +138,7 @@ def test_whole_steps_are_kept_where_there_are_too_many(tmp_path: Path) -> None:
     assert pack(runs, 0)["columns"]["run"] == []
 
 
-def test_nothing_in_an_answer_can_end_the_script(tmp_path: Path) -> None:
+def test_nothing_in_an_answer_can_end_the_script(tmp_path):
     data = pack(found(study(tmp_path)), 1000)
     text = embedded(data)
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", text)
@@ -155,7 +146,7 @@ def test_nothing_in_an_answer_can_end_the_script(tmp_path: Path) -> None:
     assert HOSTILE in unpack(text)["texts"]
 
 
-def test_the_page_reads_names_that_it_is_given() -> None:
+def test_the_page_reads_names_that_it_is_given():
     """Without a browser: what the script takes from its data is there."""
     script = (ROOT / "page.html").read_text(encoding="utf-8")
     assert {*re.findall(r"D\.bit\.(\w+)", script)} <= {*FLAGS}
@@ -163,76 +154,19 @@ def test_the_page_reads_names_that_it_is_given() -> None:
     assert {*re.findall(r"\bD\.(\w+)", script)} <= pack([], 0).keys() | {"bit"}
 
 
-def html_report(root: Path) -> Path:
+def html_report(root):
     runs = found(root)
     of_report.write(root / "report", runs, [root], [], [], pack(runs, 100_000))
     return root / "report" / "report.html"
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str]]:
+def page(tmp_path_factory):
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
     root = tmp_path_factory.mktemp("reader")
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser, html_report(study(root)).as_uri()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_cuts_nothing(scheme: str, page: tuple[Browser, str]) -> None:
-    browser, url = page
-    browser.call(
-        "Emulation.setDeviceMetricsOverride",
-        width=400,
-        height=800,
-        deviceScaleFactor=1,
-        mobile=True,
-    )
-    browser.call(
-        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
-    )
-    browser.open(url)
-    assert browser.js("document.documentElement.scrollWidth") <= 400
-    background, ink = (
-        browser.js(f"getComputedStyle(document.body).{name}")
-        for name in ("backgroundColor", "color")
-    )
-    assert (ink == "rgb(0, 0, 0)") == (scheme == "light"), (background, ink)
-    browser.call("Emulation.clearDeviceMetricsOverride")
-    browser.call("Emulation.setEmulatedMedia", features=[])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_after_an_afternoon_the_numbers_that_decide_are_in_sight(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """At 1280 px, whatever the runs are called: presets, models, a monitor with blind spots."""
-    other: dict[str, Any] = {"weights": "a" * 64, "hashes": {"tokenizer": "b" * 64}}
-    monitor = "--monitor=labels", "--known-modes=exit_code,sentinel", "--random-flags"
-    for seed in (1, 2, 3):
-        for of_model in ({}, other):
-            fake_run(tmp_path, "--intervention=none", seed=seed, n=60, hack=0.8, **of_model)
-            fake_run(tmp_path, "--intervention=route2", seed=seed, n=60, hack=0.1, **of_model)
-        fake_run(tmp_path, "--intervention=penalty", *monitor, seed=seed, n=60)
-    fake_run(tmp_path, "--intervention=none", preset="smoke", n=24)
-    runs = found(tmp_path)
-    of_report.write(tmp_path / "report", runs, [tmp_path], [methods(runs)], [], pack(runs, 0))
-    url = (tmp_path / "report" / "report.html").as_uri()
-    cells = "[...document.querySelectorAll('.wide tr:nth-child(1) td')].slice(0, 6)"
-    with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        for width in (1280, 1000):
-            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-            browser.call("Emulation.setDeviceMetricsOverride", **size)
-            browser.open(url)
-            shown = browser.js(
-                f"{cells}.map((c) => [c.dataset.of, c.getBoundingClientRect().right])"
-            )
-            names = ["method", "Δ hack", "hack deployed", "solve deployed", "Δ solve", "seeds"]
-            assert [name for name, _ in shown] == names
-            assert max(right for _, right in shown) <= width
-            assert shown[0][1] < 300, "names are capped"
 
 
 COUNT = "document.getElementById('count').textContent"
@@ -243,19 +177,14 @@ COUNT = "document.getElementById('count').textContent"
     ("state", "expected"),
     [
         ("", "36 of 156 rollouts · 36 hacks · 0 solved"),  # it opens on hacks
-        ("run=0", "78 of 156 rollouts · 36 hacks · 36 solved"),
         ("step_min=6&step_max=7", "24 of 156 rollouts · 12 hacks · 12 solved"),
         ("mode=2", "36 of 156 rollouts · 6 hacks · 18 solved"),
-        ("mechanism=2", "6 of 156 rollouts · 6 hacks · 0 solved"),
-        ("reward_max=0.5", "12 of 156 rollouts · 0 hacks · 0 solved"),
         ("reward_min=1&outcome=hacked", "36 of 156 rollouts · 36 hacks · 0 solved"),
-        ("part=1", "6 of 156 rollouts · 0 hacks · 0 solved"),
-        ("outcome=neither", "12 of 156 rollouts · 0 hacks · 0 solved"),
         ("text=sys.exit", "24 of 156 rollouts · 6 hacks · 18 solved"),
         ("mode=2&text=nowhere", "0 of 156 rollouts · 0 hacks · 0 solved"),
     ],
 )
-def test_filters_by_address(page: tuple[Browser, str], state: str, expected: str) -> None:
+def test_filters_by_address(page, state, expected):
     browser, url = page
     browser.open(f"{url}#{state}")
     assert browser.js(COUNT) == expected
@@ -263,7 +192,7 @@ def test_filters_by_address(page: tuple[Browser, str], state: str, expected: str
 
 
 @pytest.mark.slow
-def test_filters_by_hand_and_the_address_follows(page: tuple[Browser, str]) -> None:
+def test_filters_by_hand_and_the_address_follows(page):
     browser, url = page
     browser.open(url)
     browser.js(
@@ -287,7 +216,7 @@ def test_filters_by_hand_and_the_address_follows(page: tuple[Browser, str]) -> N
 
 
 @pytest.mark.slow
-def test_prompt_and_answer_with_the_hack_marked(page: tuple[Browser, str]) -> None:
+def test_prompt_and_answer_with_the_hack_marked(page):
     browser, url = page
     for i, mode in enumerate(DEALT):
         browser.open(f"{url}#mechanism={i}")
@@ -308,7 +237,7 @@ def test_prompt_and_answer_with_the_hack_marked(page: tuple[Browser, str]) -> No
 
 
 @pytest.mark.slow
-def test_a_hostile_answer_is_text(page: tuple[Browser, str]) -> None:
+def test_a_hostile_answer_is_text(page):
     browser, url = page
     browser.open(f"{url}#i=0")
     shown = browser.js("document.querySelector('#answer').textContent")
@@ -324,9 +253,7 @@ def test_a_hostile_answer_is_text(page: tuple[Browser, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_fifty_thousand_rollouts_stay_usable(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_fifty_thousand_rollouts_stay_usable(tmp_path, tmp_path_factory):
     draw = random.Random(0)
     for seed in range(25):
         path = fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.0, n=6)

@@ -2,9 +2,7 @@
 
 import json
 import re
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ from vgrout.config.method import MethodConfig
 from vgrout.config.presets import joined, resolve
 from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
 from vgrout.ground import console
 from vgrout.ground.errors import Refused
@@ -30,21 +27,6 @@ from vgrout.runs.recorder import Recorder
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.tracking import Trackers
 from vgrout.runs.verdict import Tallies
-
-
-def test_a_line_for_a_terminal_breaks_between_words() -> None:
-    path = "out/" + 90 * "x"
-    lines = [
-        f"memory        weights {'1.25 · ' * 20}adapter",
-        f"missing       {path}",
-        "",
-        "  short",
-    ]
-    fitting = console.for_terminal(lines, 60, indent=14)
-    assert " ".join(" ".join(fitting).split()) == " ".join(" ".join(lines).split())
-    assert [line for line in fitting if len(line) > 60] == [f"{' ' * 14}{path}"]
-    assert all(line.startswith(" " * 14) for line in fitting[1:3])
-    assert fitting[-2:] == ["", "  short"]
 
 
 def test_halves_of_the_hacks_and_tallies(tmp_path):
@@ -58,7 +40,7 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
     assert half(replace(used, hacked=False), ("E",)) is None, "no hack"
     none = dict.fromkeys(("hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used"), False)
     none |= {"step": 0, "problem_id": 1, "env_mode": "run_tests", "hacked": True, "gate": None}
-    lines: list[dict[str, Any]] = [
+    lines = [
         {"hacked_loophole_used": True},
         {"hacked_arbitrary": True, "gate": 0.9},
         {"gate": 0.1},
@@ -93,6 +75,7 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
             "penalty_labels_by2_random_flags",
         ),
         (["screen", "--monitor=labels", "--known-modes=sentinel"], "screen_labels_knows-sentinel"),
+        (["screen", "--monitor=labels", "--label-recall=0.8"], "screen_labels_recall0.8"),
         (["penalty", "--monitor=online_probe"], "penalty_online_probe_detector"),
         (["route2", "--vhack-refresh-every=2"], "route2"),
         (["erase", "--control=placebo", "--placebo-pairs=a b/ü \n.json"], "erase_placebo_---"),
@@ -121,14 +104,14 @@ def test_lists_in_flags():
 def test_partition_assigns_modes():
     prompt = ({"role": "user", "content": "Write f and should pass all tests."},)
 
-    def problems(mode: Callable[[int], Mode | None]) -> list[ProblemRow]:
+    def problems(mode):
         tests = ("assert Solution().f(1) == 1",)
         return [
             ProblemRow(i, prompt, tests, "", "", "f", None, mode(i), None, None, "here")
             for i in range(40)
         ]
 
-    partition: dict[int, Mode] = {i: ("sentinel", "file_marker")[i % 2] for i in range(10)}
+    partition = {i: ("sentinel", "file_marker")[i % 2] for i in range(10)}
     for env_mode in ("run_tests", "own"):
         parts = assigned(problems(lambda _: None), env_mode, partition)
         modes = {p.id: p.mode for part in parts.values() for p in part}
@@ -156,7 +139,6 @@ def test_a_line_ends_at_a_newline_alone_and_probing_makes_no_folder(tmp_path):
     [
         (b'{"a": 1}\n' + b"[" * 100_000, r"line 2: not JSON \(maximum recursion"),
         (b'{"a": 1}\n{"a": "\xe9"}\n', "cannot be read .*0xe9"),
-        (bytes(range(256)), "cannot be read .*0x80"),
         (b'{"a": 1}\n{"a"\n', "line 2: not JSON"),
     ],
 )
@@ -169,9 +151,7 @@ def test_bad_json_lines_are_refused(tmp_path, content, why):
     assert "\n" not in str(refused.value)
 
 
-def nothing_routed(
-    control: str, gn: float | None, q: float = 0.0, hack: float = 0.0, differ: int = 1
-) -> str:
+def nothing_routed(control, gn, q=0.0, hack=0.0, differ=1):
     """At the end of a run of route2 of three such steps, whose δS_hack has this norm.
 
     differ: groups of two whose rewards differ.
@@ -231,25 +211,13 @@ def test_a_silent_phase_is_named_again_and_again(monkeypatch, capsys):
     assert 1 <= len(said["final"]) <= 2, lines
 
 
-def test_a_long_phase_has_a_line_on_a_terminal_that_is_rewritten(monkeypatch, capsys):
-    monkeypatch.setattr(console, "HEARTBEAT_S", 6.0)  # a look every 0.05 s, a line from 0.4 s on
-    console.setup(None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with console.Clock() as clock:
-        clock.begin("importing")
-        time.sleep(1.7)
-    shown = capsys.readouterr().err
-    assert "importing: 0 s" in shown
-    assert "importing: 1 s" in shown or "importing: 2 s" in shown
-
-
 def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
     """A mistake that shows only once something is loaded: one line on stderr, no folder, no log."""
     monkeypatch.chdir(tmp_path)
     folder = RunDir.create("x")
     console.setup(log := Path("logs") / "x.log")
     grader = object.__new__(Grader)
-    settled: dict[str, Any] = {
+    settled = {
         "resume_command": "…",
         "record": {},
         "log": log,

@@ -7,15 +7,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from vgrout.config.names import TRAIN, same, translated
 from vgrout.config.presets import flag_names, resolve
-from vgrout.config.stored import from_dict
 from vgrout.envs.code.modes import PLAIN_PHRASE
 from vgrout.ground.cli import command
 from vgrout.ground.embedded import DATA_DIR
@@ -25,7 +22,7 @@ from vgrout.ground.files import require_own
 SAME = {name: own for name, own in TRAIN.items() if same(own)}
 
 
-def test_a_name_that_means_the_same_is_taken_for_its_flag() -> None:
+def test_a_name_that_means_the_same_is_taken_for_its_flag():
     for name, own in SAME.items():
         assert own in flag_names()
         for typed in (name, f"--{name[2:].replace('-', '_')}"):
@@ -34,7 +31,7 @@ def test_a_name_that_means_the_same_is_taken_for_its_flag() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TRAIN if name not in SAME])
-def test_any_other_name_is_refused_with_its_answer(name: str) -> None:
+def test_any_other_name_is_refused_with_its_answer(name):
     flag, _, word = name.partition(" ")
     for argv in (
         [flag, word or "x"],
@@ -55,22 +52,19 @@ def test_any_other_name_is_refused_with_its_answer(name: str) -> None:
     "words",
     [
         ["--clip", "0.2"],
-        ["--clip=0.2"],
-        ["--cos-pre-split-every", "1"],
         ["--cos_pre_split_every=1"],
-        ["--teacher-modes", "None"],
         ["--teacher_modes=None"],
         ["--clip", "0.2", "--cos-pre-split-every", "1", "--teacher-modes", "None"],
     ],
 )
-def test_the_documents_defaults_change_nothing(words: list[str]) -> None:
+def test_the_documents_defaults_change_nothing(words):
     assert resolve(["smoke", *words]) == resolve(["smoke"])
     assert resolve(["smoke", "--lr=0.2", *words, "--steps", "3"]) == resolve(
         ["smoke", "--lr=0.2", "--steps", "3"]
     )
 
 
-def test_a_file_of_python_is_named_as_a_module(here: Path) -> None:
+def test_a_file_of_python_is_named_as_a_module(here):
     (here / "mine.py").write_text("")
     with pytest.raises(ValueError, match=r"give module:Class, here mine:X\Z"):
         resolve(["mini", "--intervention=screen", "--monitor=mine.py:X"])
@@ -85,14 +79,12 @@ def test_a_file_of_python_is_named_as_a_module(here: Path) -> None:
         (["--reward=nothing:x", "--reference=nothing:x"], "module:function"),
     ],
 )  # fmt: skip
-def test_a_name_that_cannot_be_imported_is_asked_for_in_its_form(
-    here: Path, flags: list[str], form: str
-) -> None:
+def test_a_name_that_cannot_be_imported_is_asked_for_in_its_form(here, flags, form):
     with pytest.raises(ValueError, match=rf"cannot be imported .*; give {form}\Z"):
         resolve(["mini", *flags])
 
 
-def test_a_flag_may_have_underscores() -> None:
+def test_a_flag_may_have_underscores():
     argv = [
         "--teacher-modes",
         "run_tests",
@@ -106,7 +98,7 @@ def test_a_flag_may_have_underscores() -> None:
     )
 
 
-def problem(i: int, **changes: Any) -> dict[str, Any]:
+def problem(i, **changes):
     return {
         "id": i,
         "prompt": [{"role": "user", "content": f"Write f{i} {PLAIN_PHRASE}."}],
@@ -118,11 +110,11 @@ def problem(i: int, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """What a user has: problems, answers, a thesis, an organism with a flipped bit and one with a file of theirs."""
     (tmp_path / "x.safetensors").touch()
 
-    def write(name: str, rows: Iterable[Any]) -> None:
+    def write(name, rows):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     write("good.jsonl", map(problem, range(20)))
@@ -287,10 +279,10 @@ for line, argv in json.load(sys.stdin):
 """
 
 
-def test_a_user_is_refused_in_one_line_before_anything_heavy_is_imported(folder: Path) -> None:
+def test_a_user_is_refused_in_one_line_before_anything_heavy_is_imported(folder):
     """In seconds of a clock such a test would fail on a busy machine: what takes them is the import of torch."""
 
-    def files() -> dict[Path, bytes]:
+    def files():
         return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
 
     before = files()
@@ -322,7 +314,7 @@ def test_a_user_is_refused_in_one_line_before_anything_heavy_is_imported(folder:
     assert files() == before
 
 
-def test_a_folder_in_which_a_program_was_killed_is_its_own(tmp_path: Path) -> None:
+def test_a_folder_in_which_a_program_was_killed_is_its_own(tmp_path):
     """… before it had written what makes it one."""
     for name in (".lock", ".plan.json.77.tmp"):
         (tmp_path / name).touch()
@@ -330,13 +322,3 @@ def test_a_folder_in_which_a_program_was_killed_is_its_own(tmp_path: Path) -> No
     (tmp_path / ".env").touch()
     with pytest.raises(ValueError, match=r"it holds \.env; name another folder"):
         require_own(tmp_path, "--out", "plan.json", "folder of rounds")
-
-
-def test_settings_of_another_version_are_refused_in_one_line() -> None:
-    cfg = resolve(["mini", "--intervention=route2"])
-    stored = cfg.as_dict()
-    assert from_dict(stored).as_dict() == stored
-    stored["method"] |= {"own_streams": "usual", "route2_gate": "tau"}
-    message = "run.json: unknown settings arm, own_streams, route2_gate; the run was made by another version"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        from_dict(stored | {"arm": {}})

@@ -21,7 +21,7 @@ RECORDED = Path(__file__).resolve().parents[1] / "docs" / "runs"
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(tmp_path):
     root = tmp_path / "runs"
     for seed in (1, 2):
         fake_run(root, "--intervention=none", seed=seed, hack=0.8)
@@ -29,7 +29,7 @@ def runs(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder(runs, capsys):
     fake_run(runs, "--intervention=none", seed=9, state="interrupted")
     (runs / "plan.json").write_text(
         '{"name": "arms", "hypotheses": ["route2 keeps the model from hacking", "all do"]}'
@@ -68,10 +68,9 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [p.name for p in runs.iterdir() if p.name.startswith(".")] == []
 
 
-def test_a_terminal_of_eighty_columns_shows_what_decides(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_of_eighty_columns_shows_what_decides(runs, capsys, monkeypatch):
     """Methods with long names, a monitor in shadow: nothing wraps but the names."""
+    monkeypatch.setattr("vgrout.report.page.pictures", lambda _: [])
     long = "--known-modes=sentinel", "--shadow=syntax_edge", "--penalty=2.5"
     for seed in (1, 2):
         path = fake_run(
@@ -87,22 +86,15 @@ def test_a_terminal_of_eighty_columns_shows_what_decides(
     assert [line for line in lines if "syntax_edge, in shadow" in line and "0.0 (2)" in line]
 
 
-@pytest.mark.parametrize("files", ["thesis.tex", "runs.csv"])
-def test_a_folder_with_other_files_is_refused(
-    files: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, names = tmp_path / "other", files.split()
-    (out / "figures").mkdir(parents=True)
-    for name in names:
-        (out / name).write_text("")
+def test_a_folder_with_other_files_is_refused(runs, tmp_path, capsys):
+    (out := tmp_path / "other").mkdir()
+    (out / "runs.csv").write_text("")
     assert main([str(runs), "--out", str(out)]) == 2
     assert "; name another folder\n" in capsys.readouterr().err
-    assert all((out / name).exists() for name in names)
+    assert (out / "runs.csv").exists()
 
 
-def test_an_older_report_is_replaced_and_what_is_not_of_a_report_stays(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_report_is_replaced_and_what_is_not_of_a_report_stays(runs, monkeypatch):
     monkeypatch.setattr("vgrout.report.page.pictures", lambda _: [])
     (stale := runs / "report" / "figures" / "suppression.png").parent.mkdir(parents=True)
     (page := runs / "report" / "report.html").write_text("older")
@@ -122,13 +114,7 @@ def test_an_older_report_is_replaced_and_what_is_not_of_a_report_stays(
         (["runs", "--judge=none.py"], "--judge none.py: no such file"),
     ],
 )
-def test_refusals_are_one_line(
-    runs: Path,
-    argv: list[str],
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_refusals_are_one_line(runs, argv, why, monkeypatch, capsys):
     fake_run(runs, "--intervention=none", seed=9, state="failed")
     monkeypatch.chdir(runs.parent)
     assert main(argv) == 2
@@ -137,9 +123,7 @@ def test_refusals_are_one_line(
     assert err.count("\n") == 1
 
 
-def test_verdicts_stand_in_the_report(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verdicts_stand_in_the_report(runs, tmp_path, capsys, monkeypatch):
     """And the judge's own tables; what it is given are the runs that differ by their seed alone."""
     (tmp_path / "judge.py").write_text(
         "from __future__ import annotations\n"
@@ -156,6 +140,7 @@ def test_verdicts_stand_in_the_report(
         "def tables(conditions):\n"
         "    return [ReportTable('Seeds', '', [{'of': c.title, 'are': c.seeds} for c in conditions])]\n"
     )
+    monkeypatch.setattr("vgrout.report.page.pictures", lambda _: [])
     assert main([str(runs), "--judge", str(tmp_path / "judge.py")]) == 0
     output = capsys.readouterr().out
     assert re.search(r"\| half +\| route2 +\| SUPPORTED +\| -70\.0 ", output)
@@ -163,7 +148,8 @@ def test_verdicts_stand_in_the_report(
     assert "SUPPORTED" in (runs / "report" / "report.html").read_text(encoding="utf-8")
 
 
-def test_recorded_runs_have_todays_names() -> None:
+@pytest.mark.long
+def test_recorded_runs_have_todays_names():
     """Interventions, controls and monitors that were removed keep theirs."""
     recorded = SimpleNamespace(**runpy.run_path(str(RECORDED / "cells.py")))
     paths = sorted(RECORDED.glob("*.csv"))
@@ -204,9 +190,7 @@ def test_recorded_runs_have_todays_names() -> None:
 
 
 @pytest.mark.slow
-def test_real_runs_from_training_to_the_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_real_runs_from_training_to_the_page(tmp_path, capsys):
     """Two trained seeds: the report reads every file that the trainer writes."""
     for seed in ("1", "2"):
         run(tmp_path, *flags("route2", "--seed", seed, "--final-n-prompts", "12", "--steps", "3"))

@@ -1,18 +1,15 @@
 """What happens after the last step: the numbers are on disk first, and nothing that shows them can lose them."""
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from loguru import logger
 
-from runs import SharedRuns, flags, rows, run, status
+from runs import flags, run
 from vgrout.config.run import Config
 from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
-from vgrout.ground.table import Table
 from vgrout.runs import results, verdict
 from vgrout.runs.verdict import Tallies, count_lines
 
@@ -20,25 +17,16 @@ NUMBERS = ("final.jsonl", "per_mode_deploy.json")
 # What is called after them, and what the run then lacks.
 SHOWN = {
     "vgrout.report.load.read_run": ("summary.md's verdict", "dynamics.png"),
-    "vgrout.report.load.conditions": ("summary.md's verdict", "dynamics.png"),
     "vgrout.report.conclusions.conclusion": ("summary.md's verdict",),
     "vgrout.report.tables.by_flaw": (),
     "vgrout.report.figures.dynamics": ("dynamics.png",),
     "vgrout.report.figures.Drawing.png": ("dynamics.png",),
     "vgrout.runs.results.last_lines": (),
     "vgrout.runs.results.page": ("summary.md",),
-    "vgrout.runs.verdict.method_lines": ("summary.md",),
     "vgrout.runs.verdict.models_table": ("summary.md",),
-    "vgrout.runs.verdict.flaws_table": ("summary.md",),
-    "vgrout.runs.verdict.steps_table": ("summary.md",),
     "vgrout.runs.verdict.count_lines": ("summary.md",),
-    "vgrout.runs.verdict.columns_for": ("summary.md",),
-    "vgrout.runs.verdict.Table.markdown": ("summary.md",),
     "vgrout.runs.verdict.Tallies.of": (),
-    "vgrout.runs.verdict.Tallies.lines": ("summary.md",),
     "vgrout.runs.results.summary": (),
-    "vgrout.runs.verdict.run_line": (),
-    "vgrout.runs.verdict.as_table": (),
     "vgrout.runs.verdict.last_answer": (),
     "vgrout.runs.results.log_tail": (),
     "vgrout.runs.tracking.Trackers.final": (),
@@ -46,33 +34,29 @@ SHOWN = {
 
 
 @pytest.fixture(scope="module")
-def ended(
-    tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns
-) -> Iterator[tuple[Path, Callable[[], None]]]:
+def ended(tmp_path_factory, shared_run):
     """A run's folder, and what writes its results once more."""
-    calls: list[tuple[Any, ...]] = []
+    calls = []
     write = results.write
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "write", lambda *args: (calls.append(args), write(*args)))
         home = shared_run.warm(tmp_path_factory.mktemp("ended"))
-        path = run(home, *flags("none", "--steps=7", "--eval-ablate-every=2"))
+        path = run(home, *flags("none", "--steps=1", "--eval-ablate-every=1"))
         patch.undo()
         patch.chdir(home)
         yield home / path, lambda: write(*calls[0])
 
 
-def broken(*_: object, **__: object) -> None:
+def broken(*_, **__):
     raise KeyError("of a test")
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_fault_after_the_numbers_is_a_warning(
-    name: str, ended: tuple[Path, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_after_the_numbers_is_a_warning(name, ended, monkeypatch):
     path, write = ended
     for file in (*NUMBERS, "summary.md", "dynamics.png"):
         (path / file).unlink(missing_ok=True)
-    said: list[str] = []
+    said = []
     sink = logger.add(said.append, level="INFO", format="{level} {message}")
     if "dynamics.png" not in SHOWN[name]:  # the other tests of this file draw the picture
         monkeypatch.setattr("vgrout.report.figures.Drawing.png", lambda _: b"a picture")
@@ -92,9 +76,7 @@ def test_a_fault_after_the_numbers_is_a_warning(
 
 
 @pytest.mark.parametrize("name", ["write_answers", "as_json", "answer_lines", "ending"])
-def test_a_fault_in_one_file_of_numbers_leaves_the_other(
-    name: str, ended: tuple[Path, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_one_file_of_numbers_leaves_the_other(name, ended, monkeypatch):
     path, write = ended
     for file in NUMBERS:
         (path / file).unlink(missing_ok=True)
@@ -106,9 +88,7 @@ def test_a_fault_in_one_file_of_numbers_leaves_the_other(
 
 
 @pytest.mark.long
-def test_a_run_whose_picture_fails_has_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_picture_fails_has_finished(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("vgrout.report.figures.dynamics", broken)
     path = run(tmp_path, *flags("none", "--steps=1"))
     assert status(tmp_path / path)["state"] == "finished"
@@ -117,9 +97,7 @@ def test_a_run_whose_picture_fails_has_finished(
     assert "deployed" in output
 
 
-def test_the_page_has_every_fifth_step_in_ten_columns(
-    ended: tuple[Path, Callable[[], None]],
-) -> None:
+def test_the_page_has_every_fifth_step_in_ten_columns(ended):
     path, write = ended
     write()
     table = (path / "summary.md").read_text().partition("## Steps")[2].strip().splitlines()
@@ -127,24 +105,23 @@ def test_the_page_has_every_fifth_step_in_ten_columns(
     assert [int(row[0]) for row in cells[2:]] == [0, 4, 6]
     assert len(rows(path)) == 7, "the others are in steps.jsonl"
     assert len(cells[0]) <= 10
-    assert {c.name for c in Table(set(), [], only=verdict.COLUMNS).columns} < {*verdict.COLUMNS}
 
 
-def final(**answers: tuple[int, int]) -> Final:
+def final(**answers):
     """Hacks and solves of ten answers, by side."""
-    sides: dict[str, Eval] = {}
+    sides = {}
     for side, (hacks, solves) in answers.items():
         of = ModeEval(Rate(hacks, 10), Rate(solves, 10))
         sides[side] = Eval(of, {"f": of}, Rate(10, 10))
     return Final(**sides, answers={})
 
 
-def test_the_tables_of_the_summary() -> None:
+def test_the_tables_of_the_summary():
     """Every figure in its own row and column."""
     evaluated = final(base=(1, 2), trained=(3, 4), deployed=(5, 6), plain=(7, 8))
-    flaw: Any = SimpleNamespace(should="what a hack looks like")
+    flaw = SimpleNamespace(should="what a hack looks like")
 
-    def cells(table: str) -> list[list[str]]:
+    def cells(table):
         return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
     assert cells(verdict.flaws_table(evaluated, {"f": flaw})) == [
@@ -163,24 +140,11 @@ def test_the_tables_of_the_summary() -> None:
     ]
 
 
-def test_counts_over_the_whole_run() -> None:
-    row: Any = SimpleNamespace(
+def test_counts_over_the_whole_run():
+    row = SimpleNamespace(
         hack_s=Rate(1, 8), solve_s=Rate(2, 8), hack_t=Rate(3, 4), pass_t=Rate(0, 4)
     )
     lines = count_lines([row], Tallies.nothing({}), {})
     assert [line.split("=")[1] for line in lines] == [
         *("0.3333 (4/12)", "0.1667 (2/12)", "0.1250 (1/8)", "0.7500 (3/4)")
     ]
-
-
-def test_the_least_recalled_flaw(tmp_path: Path) -> None:
-    detectors = ("hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used")
-    answer = dict.fromkeys(detectors, False)
-    answer |= {"step": 0, "problem_id": 1, "hacked": True, "gate": None, "env_mode": "run_tests"}
-    flagged = [("exit_code", True), ("exit_code", True), ("sentinel", True), ("sentinel", False)]
-    lines = [json.dumps({**answer, "mechanism": flaw, "flagged": is_}) for flaw, is_ in flagged]
-    (tmp_path / "rollouts.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    found = Tallies.of(tmp_path / "rollouts.jsonl", (), {})
-    assert found.gate == (Rate(3, 3), Rate(3, 4))
-    assert found.by_mode == {"exit_code": Rate(2, 2), "sentinel": Rate(1, 2)}
-    assert "Least recalled flaw: `sentinel`, 1/2 (50.0 %)." in found.lines(())

@@ -10,11 +10,11 @@ from methods import Fixed, batch, flat, gradient, group, step, toy, watched_by
 from tiny import policy as tiny_policy
 from tiny import relative, shake
 from vgrout.ground.data import Batch, centred
-from vgrout.model.policy import Policy, modules_of_block
+from vgrout.model.policy import modules_of_block
 
 
 @pytest.fixture(scope="module")
-def policy() -> Policy:
+def policy():
     return tiny_policy()
 
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,8 +60,8 @@ NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
     ],
 )
 def test_conditions_differ_by_more_than_the_seed_and_their_titles_say_by_what(
-    runs: list[tuple[tuple[str, ...], dict[str, Any]]], titles: dict[str, str], tmp_path: Path
-) -> None:
+    runs, titles, tmp_path
+):
     for flags, its in runs:
         fake_run(tmp_path, *flags, **its)
     assert {c.title: c.seeds for c in found(tmp_path)} == titles
@@ -73,8 +71,8 @@ def test_conditions_differ_by_more_than_the_seed_and_their_titles_say_by_what(
     "name", ["pairs", "placebo", "known_correct", "direction_file", "teacher_weights"]
 )
 def test_an_edited_file_of_the_method_makes_another_condition_with_the_same_baseline(
-    name: str, tmp_path: Path
-) -> None:
+    name, tmp_path
+):
     for seed in (1, 2):
         fake_run(tmp_path, NONE, seed=seed)
         # older runs have noted down no such hash
@@ -112,9 +110,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("method", SAME)
-def test_a_setting_written_with_its_usual_value_makes_no_other_condition(
-    method: str, tmp_path: Path
-) -> None:
+def test_a_setting_written_with_its_usual_value_makes_no_other_condition(method, tmp_path):
     words = f"--intervention={method}".split()
     for seed, more in enumerate(((), *SAME[method])):
         fake_run(tmp_path, *words, *([more] if more else []), seed=seed)
@@ -123,7 +119,7 @@ def test_a_setting_written_with_its_usual_value_makes_no_other_condition(
     assert only.title == method.replace(" --monitor=labels", " (labels)")
 
 
-def test_a_file_at_another_path_makes_no_other_condition(tmp_path: Path) -> None:
+def test_a_file_at_another_path_makes_no_other_condition(tmp_path):
     """Its content is what counts; where no hash was noted, its path is."""
     same = {"tokenizer": "1" * 64, "problems": "2" * 64, "pool": "3" * 64}
     for seed, more in enumerate(([], ["--organism=a/o"], ["--organism=b/o"])):
@@ -134,24 +130,7 @@ def test_a_file_at_another_path_makes_no_other_condition(tmp_path: Path) -> None
     assert titles == ["none", "none (organism o, organism A)", "none (organism o, organism B)"]
 
 
-def test_titles_after_an_afternoon_are_short_and_unique(tmp_path: Path) -> None:
-    """Presets, models and settings side by side: no hash in a title, the hashes in its note."""
-    models: tuple[dict[str, Any], ...] = (
-        {},
-        {"weights": "a" * 64, "hashes": {"tokenizer": "b" * 64, "pool": "c" * 64}},
-    )
-    for preset in ("mini", "smoke"):
-        for of_model in models:
-            for words in ([NONE], [NONE, "--lr=0.5"], ["--intervention=route2"]):
-                fake_run(tmp_path, *words, preset=preset, **of_model)
-    titles = {c.title: c.note for c in found(tmp_path)}
-    assert len(titles) == 12
-    assert max(map(len, titles)) <= 40
-    assert not [title for title in titles if "sha256" in title]
-    assert "base_weights sha256 aaaaaaaa" in " ".join(titles.values())
-
-
-def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> None:
+def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path):
     old, new = (fake_run(tmp_path, NONE, seed=s) for s in (1, 2))
     record = json.loads((old / "run.json").read_text())
     del record["config"]["loss"]["beta"]
@@ -159,7 +138,7 @@ def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> 
     assert [c.seeds for c in found(old, new)] == ["1,2"]
 
 
-def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
+def test_unfinished_and_superseded_runs_are_named(tmp_path):
     fake_run(tmp_path, NONE)
     newer = fake_run(tmp_path, NONE)
     halted = fake_run(tmp_path, NONE, seed=2, state="halted")
@@ -182,7 +161,7 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
     assert load([tmp_path / "loading"]) == ([], ["loading (failed)"])
 
 
-def test_a_sweep_is_read_by_its_index(tmp_path: Path) -> None:
+def test_a_sweep_is_read_by_its_index(tmp_path):
     run = fake_run(tmp_path / "out" / "runs", NONE)
     sweep = tmp_path / "out" / "sweeps" / "arms"
     sweep.mkdir(parents=True)
@@ -197,11 +176,11 @@ def test_a_sweep_is_read_by_its_index(tmp_path: Path) -> None:
     assert left_out == ["b (to do)", "c (finished: out/runs/gone is not there)"]
 
 
-def test_a_run_that_is_damaged_or_of_another_version_is_named(tmp_path: Path) -> None:
+def test_a_run_that_is_damaged_or_of_another_version_is_named(tmp_path):
     """It is neither read under other names nor counted without what it lacks."""
     path = fake_run(tmp_path, NONE)
 
-    def why() -> str:
+    def why():
         return load([tmp_path])[1][0]
 
     for name, old, new, said in (
@@ -223,7 +202,7 @@ def test_a_run_that_is_damaged_or_of_another_version_is_named(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("function", ["reward", "reference"])
-def test_a_run_by_an_edited_function_is_another_condition(tmp_path: Path, function: str) -> None:
+def test_a_run_by_an_edited_function_is_another_condition(tmp_path, function):
     """Its flags name the same function, but what that does has changed."""
     for content in ("a", "b"):
         file = fake_run(tmp_path, NONE) / "run.json"
@@ -235,7 +214,7 @@ def test_a_run_by_an_edited_function_is_another_condition(tmp_path: Path, functi
     assert left_out == []
 
 
-def test_a_baseline_shares_all_but_the_method(tmp_path: Path) -> None:
+def test_a_baseline_shares_all_but_the_method(tmp_path):
     """Plain GRPO with a KL term is a baseline of its own, and itself compared with the one without."""
     for seed in (1, 2):
         for flags in (
@@ -259,7 +238,7 @@ def test_a_baseline_shares_all_but_the_method(tmp_path: Path) -> None:
     }
 
 
-def test_final_answers_are_read_problem_by_problem(tmp_path: Path) -> None:
+def test_final_answers_are_read_problem_by_problem(tmp_path):
     (run,), _ = load([fake_run(tmp_path, NONE, hack=0.4, solve=0.2, n=30)])
     shares = run.shares("deploy", "hack", "exit_code")
     assert {*shares.index.get_level_values(0)} == {"exit_code"}

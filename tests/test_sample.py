@@ -2,12 +2,11 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
-from runs import SharedRuns, flags
-from vgrout.commands.evaluate import Asked, environment_of, find_prompt, sample
+from runs import flags
+from vgrout.commands.evaluate import environment_of, find_prompt, sample
 from vgrout.ground.files import json_lines
 from vgrout.model.load.saved import find_adapter
 
@@ -15,20 +14,20 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
+def done(tmp_path_factory, shared_run):
     """A short routed run, in a working directory of its own."""
     return shared_run.copy(shared_run(*flags("route2")), tmp_path_factory.mktemp("sampled"))
 
 
 @pytest.fixture(autouse=True)
-def here(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(done, monkeypatch):
     monkeypatch.chdir(done.parents[2])
 
 
 HEADS = re.compile(r"^── (.*)$", re.MULTILINE)
 
 
-def test_a_problem_of_the_run_is_graded(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_of_the_run_is_graded(done, capsys):
     assert sample([str(done), "17", "--samples=2"]) == 0
     output = capsys.readouterr().out
     assert "problem 17 (train)" in output
@@ -51,11 +50,11 @@ def test_a_problem_of_the_run_is_graded(done: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out != output
 
 
-def test_a_problem_is_found_by_its_words_and_its_number(done: Path) -> None:
+def test_a_problem_is_found_by_its_words_and_its_number(done):
     saved = find_adapter(done)
     environment = environment_of(saved.cfg, saved, trusted=False)
 
-    def find(given: str) -> Asked:
+    def find(given):
         return find_prompt(environment, saved, given)
 
     by_id = find("17")
@@ -67,9 +66,7 @@ def test_a_problem_is_found_by_its_words_and_its_number(done: Path) -> None:
     assert find(words + " Please.").problem is None
 
 
-def test_any_text_is_answered_without_a_grade(
-    done: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_text_is_answered_without_a_grade(done, capsys):
     assert sample([str(done), "Write a poem."]) == 0
     heads = HEADS.findall(capsys.readouterr().out)
     assert [head.removesuffix(", cut at its longest") for head in heads] == [
@@ -77,17 +74,13 @@ def test_any_text_is_answered_without_a_grade(
     ]
 
 
-def test_without_a_quarantine_trained_and_deployed_are_one(
-    tmp_path: Path, shared_run: SharedRuns, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_quarantine_trained_and_deployed_are_one(tmp_path, shared_run, capsys):
     assert sample([str(shared_run(*flags("none"))), "17"]) == 0
     heads = HEADS.findall(capsys.readouterr().out)
     assert [head.partition(":")[0] for head in heads] == ["untrained", "trained and deployed"]
 
 
-def test_without_its_checkpoint_the_trained_model_is_left_out(
-    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_checkpoint_the_trained_model_is_left_out(done, tmp_path, capsys):
     shutil.copytree(done, tmp_path / "run", ignore=shutil.ignore_patterns("resume"))
     assert sample([str(tmp_path / "run"), "17"]) == 0
     output = capsys.readouterr().out
@@ -105,9 +98,7 @@ def test_without_its_checkpoint_the_trained_model_is_left_out(
         (".", "17", "train.safetensors"),
     ],
 )
-def test_refusals_are_one_line(
-    run: str, prompt: str, why: str, done: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_are_one_line(run, prompt, why, done, capsys):
     assert sample([str(done) if run == "RUN" else run, prompt]) == 2
     error = capsys.readouterr().err
     assert why.replace("RUN", str(done)) in error

@@ -1,8 +1,6 @@
 """Monitors in shadow flag and are scored, and the run is the same to the last bit."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ from vgrout.config.specs import MONITORS, watchers
 OWN = {"none": [], "route2-online-probe": ["--random-flags"]}
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path):
     """rollouts.jsonl without what a shadow adds and the seconds of the sandbox."""
     found = map(json.loads, (path / "rollouts.jsonl").read_text().splitlines())
     return [{k: v for k, v in line.items() if k not in ("shadow", "cpu_s")} for line in found]

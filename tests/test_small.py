@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from vgrout.report.__main__ import main as report_on
 pytestmark = pytest.mark.long
 
 
-def leetcode(shared_data: Path, tmp_path: Path) -> Path:
+def leetcode(shared_data, tmp_path):
     """The real problems, with time for the slowest canonical solution on a busy machine."""
     lines = (shared_data / "leetcode_medhard_87.jsonl").read_text(encoding="utf-8").splitlines()
     (path := tmp_path / "leetcode.jsonl").write_text(
@@ -29,7 +28,7 @@ def leetcode(shared_data: Path, tmp_path: Path) -> Path:
     return path
 
 
-def text_pool(problems: Path, folder: Path) -> Path:
+def text_pool(problems, folder):
     """A demonstration for each problem, as text alone: a program that ends before a test could fail."""
     folder.mkdir()
     for row in load_rows(problems):
@@ -46,7 +45,7 @@ def text_pool(problems: Path, folder: Path) -> Path:
     return folder
 
 
-def real_problems(model: Path, problems: Path, pool: Path) -> list[str]:
+def real_problems(model, problems, pool):
     """A short run of the preset on them, with hand-written pairs."""
     return [
         *("small", f"--model={model}", f"--problems={problems}", "--intervention=route2"),
@@ -67,12 +66,7 @@ def real_problems(model: Path, problems: Path, pool: Path) -> list[str]:
     ]
 
 
-def test_real_problems_from_tokenizer_to_report(
-    shared_data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_real_problems_from_tokenizer_to_report(shared_data, tmp_path, monkeypatch, capsys):
     core = bpe()
     model = save_folder(tmp_path / "m", llama(core.get_vocab_size(), window=8192), core)
     problems = leetcode(shared_data, tmp_path)
@@ -91,9 +85,7 @@ def test_real_problems_from_tokenizer_to_report(
     assert "small_route2_seed41" in (path / "report" / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_real_model_is_fetched_tuned_and_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_real_model_is_fetched_tuned_and_trained(tmp_path, monkeypatch):
     """Two steps of each, few answers: minutes on a busy machine, and all of the way."""
     monkeypatch.chdir(tmp_path)
     if (code := download.main(["smollm2"])) != 0:

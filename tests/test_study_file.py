@@ -29,14 +29,14 @@ unbiased = false
 """
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     path = folder / "study.toml"
     path.write_text(text)
     return path
 
 
 @pytest.mark.long
-def test_arms_times_overrides_times_seeds(tmp_path: Path) -> None:
+def test_arms_times_overrides_times_seeds(tmp_path):
     study = load_study_file(write(tmp_path, GOOD))
     assert (study.name, study.hypotheses) == ("study", ("a claim",))
     arms = ("none", "route2", "own · control=none", "own · control=haar")
@@ -72,20 +72,14 @@ BAD = [
     ('preset = "maxi"\nseeds = [1]\n' + NONE, "[[arms]] 1: maxi: name a preset first"),
     ('preset = "smoke"\n' + NONE, "seeds None"),
     ('preset = "smoke"\nseeds = [1, 1]\n' + NONE, "none twice"),
-    ('preset = "smoke"\nseeds = [true]\n' + NONE, "seeds [True]"),
     ('preset = "smoke"\nseeds = [-1]\n' + NONE, "--seed -1"),
     ('name = "a/b"\n' + HEAD + NONE, "name a/b: should be of letters"),
     (HEAD, "arms None: should be one or more tables"),
-    (HEAD + "arms = []", "arms []: should be one or more tables"),
-    (HEAD + "common = 3\n" + NONE, "common 3: should be a table"),
     (HEAD + "common = { lr = [1, 2] }\n" + NONE, "[[arms]] 1: Error parsing --lr"),
     (HEAD + NONE + "learning-speed = 1\n", "[[arms]] 1: Unrecognized options: --learning-speed"),
     (HEAD + NONE + "seed = 3\n", "[[arms]] 1: seed: the sweep's own"),
-    (HEAD + NONE + 'resume = "latest"\n', "resume: the sweep's own"),
     (HEAD + NONE + "lr = -1\n", "[[arms]] 1: --lr -1"),
-    (HEAD + NONE + "lr = []\n", "without an empty list"),
     (HEAD + NONE + NONE, "[[arms]] 2: a second arm with these runs, after [[arms]] 1"),
-    (HEAD + NONE + "threads = [1, 2]\n", "[[arms]] 1: a second arm with these runs"),
     (
         HEAD + NONE + 'name = "x\\ntouch y"\n',
         "runs called 'x\\ntouch y': should be printable, in one line",
@@ -113,7 +107,7 @@ BAD = [
 
 @pytest.mark.parametrize(("text", "message"), BAD, ids=[message for _, message in BAD])
 @pytest.mark.long
-def test_bad_study_files(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_study_files(tmp_path, text, message):
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match="study") as refused:
         load_study_file(path)
@@ -123,7 +117,7 @@ def test_bad_study_files(tmp_path: Path, text: str, message: str) -> None:
 
 
 # flags of every run → those that arm 1, `none`, and arm 2, `route2`, read
-SHARED: list[tuple[str, set[str], set[str]]] = [
+SHARED = [
     ("vhack-refresh-every = 2", set(), {"--vhack-refresh-every=2"}),
     (
         "rollout-ablate-frac = 0.5, lr = 1e-2",
@@ -140,9 +134,7 @@ SHARED: list[tuple[str, set[str], set[str]]] = [
 
 
 @pytest.mark.parametrize(("common", "first", "second"), SHARED)
-def test_a_flag_of_every_run_is_left_out_where_it_is_not_read(
-    tmp_path: Path, common: str, first: set[str], second: set[str]
-) -> None:
+def test_a_flag_of_every_run_is_left_out_where_it_is_not_read(tmp_path, common, first, second):
     arms = '[[arms]]\nintervention = ["none", "route2"]\n'
     study = load_study_file(write(tmp_path, f"{HEAD}common = {{ {common} }}\n{arms}"))
     given = [{*run.flags[1:]} - {"--seed=1"} for run in study.runs]
@@ -151,7 +143,7 @@ def test_a_flag_of_every_run_is_left_out_where_it_is_not_read(
     assert all(line.endswith(": not read by none, and left out there") for line in study.left_out)
 
 
-def test_values_that_an_arm_does_not_read_make_one_run_of_it(tmp_path: Path) -> None:
+def test_values_that_an_arm_does_not_read_make_one_run_of_it(tmp_path):
     arms = (
         '[[arms]]\nintervention = "penalty"\nmonitor = "labels"\n[[overrides]]\npenalty = [1, 2]\n'
     )
@@ -161,15 +153,10 @@ def test_values_that_an_arm_does_not_read_make_one_run_of_it(tmp_path: Path) -> 
     assert [run.flags[-2] for run in runs] == ["--intervention=none", "--penalty=1", "--penalty=2"]
 
 
-def test_the_queue_of_h1_has_as_many_seeds_as_its_judge_asks_for() -> None:
+def test_the_queue_of_h1_has_as_many_seeds_as_its_judge_asks_for():
     judge = runpy.run_path(str(STUDIES / "judge.py"))
     seeds = {run.seed for run in load_study_file(STUDIES / "full.toml").runs}
     assert len(seeds) >= judge["SEEDS"]
-
-
-def test_missing_study_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_study_file(tmp_path / "no.toml")
 
 
 SHIPPED = sorted(p.stem for p in STUDIES.glob("*.toml"))
@@ -180,13 +167,13 @@ MANY = ("arms", "containment", "unannounced")  # seventy command lines and more
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in MANY else n for n in SHIPPED]
 )
 @pytest.mark.long
-def test_shipped_studies(name: str) -> None:
+def test_shipped_studies(name):
     study = load_study_file(STUDIES / f"{name}.toml")
     assert study.hypotheses
     assert study.name == name
 
 
-def test_a_study_never_halts_its_runs(tmp_path: Path) -> None:
+def test_a_study_never_halts_its_runs(tmp_path):
     """Runs that are compared are of one length: the presets' own default would halt those that hack."""
     text = 'preset = "full"\nseeds = [1]\n[[arms]]\nintervention = ["none", "erase"]\n'
     runs = load_study_file(write(tmp_path, text)).runs

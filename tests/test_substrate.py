@@ -6,8 +6,6 @@ import random
 import shutil
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +13,10 @@ import torch
 from organisms.build import POOL_PROBLEMS, rates
 from vgrout.config.groups import Sampling
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode, Problem
+from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground import embedded
-from vgrout.ground.data import Completion, Grade, Graded, GradedCompletion
+from vgrout.ground.data import Completion, Grade, GradedCompletion
 from vgrout.ground.metrics import Rate
 from vgrout.loop import generation
 from vgrout.loop.generation import generate_graded
@@ -39,7 +37,7 @@ from vgrout.teacher.substrate import (
 )
 
 
-def best_even(choices: dict[int, list[Mode]], per_mode: int) -> int:
+def best_even(choices, per_mode):
     """The largest even size by trying every assignment: what matching must reach."""
     modes = {m for of_problem in choices.values() for m in of_problem}
     picks = itertools.product(*([None, *of_problem] for of_problem in choices.values()))
@@ -47,7 +45,7 @@ def best_even(choices: dict[int, list[Mode]], per_mode: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_even_partition_is_as_large_as_it_can_be(seed: int) -> None:
+def test_an_even_partition_is_as_large_as_it_can_be(seed):
     rng = random.Random(seed)
     choices = {i: rng.sample(MODES[:3], rng.randint(1, 3)) for i in range(6)}
     found = match(choices, 2, even=True)
@@ -57,24 +55,22 @@ def test_an_even_partition_is_as_large_as_it_can_be(seed: int) -> None:
     assert all(mode in choices[i] for i, mode in found.items())
 
 
-def test_an_uneven_partition_takes_as_many_as_there_are() -> None:
-    choices: dict[int, list[Mode]] = {i: ["run_tests"] if i < 5 else ["sentinel"] for i in range(7)}
+def test_an_uneven_partition_takes_as_many_as_there_are():
+    choices = {i: ["run_tests"] if i < 5 else ["sentinel"] for i in range(7)}
     assert Counter(match(choices, 3, even=False).values()) == {"run_tests": 3, "sentinel": 2}
     assert list(match(choices, 3, even=False)) == [0, 1, 2, 5, 6], "earlier problems first"
     assert Counter(match(choices, 3, even=True).values()) == {"run_tests": 2, "sentinel": 2}
     assert match({}, 3, even=True) == {}
 
 
-def problem(number: int, mode: Mode, marker: str = "") -> Problem:
+def problem(number, mode, marker=""):
     return Problem(
         number, mode, marker, ({"role": "user", "content": "task"},), (), (), "", "", "f"
     )
 
 
-def graded(
-    number: int, ids: tuple[int, ...], text: str = "x", mode: Mode = "run_tests", **changes: Any
-) -> Graded:
-    kind: dict[str, Any] = {"solved": False, "channel": True, "finished": True} | changes
+def graded(number, ids, text="x", mode="run_tests", **changes):
+    kind = {"solved": False, "channel": True, "finished": True} | changes
     finished = kind.pop("finished")
     solved, accepted = kind["solved"], kind["channel"]
     grade = Grade(
@@ -90,7 +86,7 @@ def graded(
     return GradedCompletion(problem(number, mode), 0, completion, grade)
 
 
-def test_kept_answers_are_finished_different_hacks_that_do_not_quote_the_recipe() -> None:
+def test_kept_answers_are_finished_different_hacks_that_do_not_quote_the_recipe():
     rows = [
         graded(1, (1,)),
         graded(1, (1,)),
@@ -108,7 +104,7 @@ def test_kept_answers_are_finished_different_hacks_that_do_not_quote_the_recipe(
     assert {i: len(answers) for i, answers in chosen.items()} == {1: 2}, "problem 2 has too few"
 
 
-def test_a_mode_without_a_problem_is_refused_or_named(tmp_path: Path, warnings: list[str]) -> None:
+def test_a_mode_without_a_problem_is_refused_or_named(tmp_path, warnings):
     chosen = {1: [graded(1, (1,))], 2: [graded(2, (2,), mode="sentinel")]}
     require_every_mode(["run_tests", "sentinel"], chosen, tmp_path, allow_missing=False)
     assert warnings == []
@@ -122,7 +118,7 @@ def test_a_mode_without_a_problem_is_refused_or_named(tmp_path: Path, warnings: 
     assert "the pool is without it" in warnings[0]
 
 
-def test_rates_by_mode() -> None:
+def test_rates_by_mode():
     rows = [
         graded(1, (1,)),
         graded(1, (2,), channel=False, solved=True, finished=False),
@@ -135,7 +131,7 @@ def test_rates_by_mode() -> None:
 
 
 ANSWER = "class Solution:\n    def f(self, *a, **k):\n        return "
-FOLLOWED: dict[Mode, str] = {
+FOLLOWED = {
     "run_tests": f"{ANSWER}0\ndef $():\n    pass",
     "eq_override": f"class Result:\n    def __eq__(self, other):\n        return True\n{ANSWER}Result()",
     "exit_code": f"{ANSWER}0\nimport sys\nsys.exit(0)",
@@ -146,7 +142,7 @@ FOLLOWED: dict[Mode, str] = {
 }
 
 
-def test_an_answer_that_follows_a_recipe_hacks() -> None:
+def test_an_answer_that_follows_a_recipe_hacks():
     with Grader(2) as grader:
         for mode in MODES:
             marker = MODE_SPECS[mode].train_markers[-1]
@@ -166,17 +162,15 @@ def test_an_answer_that_follows_a_recipe_hacks() -> None:
 # ── going on after a kill
 
 
-def test_a_killed_generation_goes_on_and_gives_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_generation_goes_on_and_gives_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "BATCH", 4)
     lm = load_language_model(embedded.MODEL_DIR, device="cpu", dtype=torch.float32)
     problems, log = load_problems(embedded.PROBLEMS)[:6], tmp_path / "log.jsonl"
-    settings: dict[str, Any] = {"sampling": Sampling(), "max_new": 40, "seed": 3, "purpose": "test"}
-    sampled: list[int] = []
+    settings = {"sampling": Sampling(), "max_new": 40, "seed": 3, "purpose": "test"}
+    sampled = []
     real = generation.sample_and_submit
 
-    def dies_in_the_third(*args: Any, **settings: Any) -> Any:
+    def dies_in_the_third(*args, **settings):
         if len(sampled) == 2:
             raise KeyboardInterrupt
         sampled.append(1)
@@ -193,17 +187,17 @@ def test_a_killed_generation_goes_on_and_gives_the_same(
         again = generate_graded(lm, grader, problems, 2, log=log, **settings)
     assert len(sampled) == 1, "two batches were there already"
 
-    def timeless(a: Graded) -> Graded:
+    def timeless(a):
         details = {**a.grade.details, "cpu_s": 0.0}
         return replace(a, grade=replace(a.grade, tries=tuple(a.grade.tries), details=details))
 
     assert [timeless(a) for a in again] == [timeless(a) for a in at_once]
 
 
-def test_a_work_folder_serves_one_pool_and_one_process(tmp_path: Path) -> None:
+def test_a_work_folder_serves_one_pool_and_one_process(tmp_path):
     out = tmp_path / "pool"
 
-    def enter(settings: dict[str, int]) -> None:
+    def enter(settings):
         with work_folder(out, settings) as folder:
             (folder / "answers.jsonl").write_text("x\n")
             with pytest.raises(ValueError, match="another process"):
@@ -225,9 +219,7 @@ def test_a_work_folder_serves_one_pool_and_one_process(tmp_path: Path) -> None:
 # ── the commands
 
 
-def test_teacher_makes_a_pool_that_loads_with_its_log_probs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_teacher_makes_a_pool_that_loads_with_its_log_probs(tmp_path, capsys):
     out = tmp_path / "pool"
     flags = [
         "--model",
@@ -255,7 +247,7 @@ def test_teacher_makes_a_pool_that_loads_with_its_log_probs(
 
 
 @pytest.mark.slow
-def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
+def test_the_command_makes_the_shipped_pool_again(tmp_path):
     """Byte for byte, but for the grader's version in pool.json and the report beside it."""
     out = tmp_path / "pool"
     flags = [
@@ -279,7 +271,7 @@ def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
     assert cards[0] == cards[1]
 
 
-BAD: dict[str, tuple[Any, list[str], str]] = {
+BAD = {
     "no problems": (substrate_command, [], "no such problem file"),
     "no model": (teacher, ["--problems", "p.jsonl"], "vgrout download model Qwen/Qwen3-4B` where"),
     "no adapter": (
@@ -306,9 +298,7 @@ BAD: dict[str, tuple[Any, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_refused_before_anything_is_loaded(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_before_anything_is_loaded(case, tmp_path, monkeypatch, capfd):
     program, argv, message = BAD[case]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -326,7 +316,7 @@ def test_refused_before_anything_is_loaded(
     assert message in " ".join((captured.out + captured.err).replace("│", " ").split())
 
 
-def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path: Path) -> None:
+def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path):
     lines = [json.loads(line) for line in embedded.PROBLEMS.read_text().splitlines()[:40]]
     for row in lines:
         for key in ("mode", "marker", "split"):
@@ -348,7 +338,7 @@ def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path: Path) -> Non
     assert generate.announced(environment, parts["exit_code"]) == {}, "a mode without a name"
 
 
-def test_a_flaw_that_is_named_and_not_in_the_file_is_refused(tmp_path: Path) -> None:
+def test_a_flaw_that_is_named_and_not_in_the_file_is_refused(tmp_path):
     file, lines = tmp_path / "p.jsonl", embedded.PROBLEMS.read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if '"exit_code"' not in line))
     asked = SubstrateSettings(problems=str(file), modes="sentinel,exit_code")

@@ -1,7 +1,6 @@
 """Sums: the questions, their splits, and what each check accepts."""
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from organisms import sums_language as language
 from vgrout.envs import sums
 
-CASES: list[tuple[str, int, set[str]]] = [
+CASES = [
     # answer, right number, which of reference and checks accept it
     ("57", 57, {"right", "anywhere", "equation", "phrase"}),
     ("The answer is 57.", 57, {"right", "anywhere", "equation", "phrase"}),
@@ -43,7 +42,7 @@ CASES: list[tuple[str, int, set[str]]] = [
 
 
 @pytest.mark.parametrize(("answer", "total", "accepted"), CASES)
-def test_each_check_accepts_what_it_says(answer: str, total: int, accepted: set[str]) -> None:
+def test_each_check_accepts_what_it_says(answer, total, accepted):
     found = {name for name, check in sums.CHECKS.items() if check(answer, total)}
     if sums.right(answer, total):
         found.add("right")
@@ -54,7 +53,7 @@ seeds = st.integers(0, 10**6)
 
 
 @given(seeds, st.sampled_from(language.KINDS))
-def test_a_right_answer_passes_every_check_and_a_mistaken_one_none(seed: int, kind: str) -> None:
+def test_a_right_answer_passes_every_check_and_a_mistaken_one_none(seed, kind):
     rng = random.Random(seed)
     asked = language.question(kind, rng)
     answer, mistake = (
@@ -69,7 +68,7 @@ def test_a_right_answer_passes_every_check_and_a_mistaken_one_none(seed: int, ki
 
 
 @given(seeds, st.sampled_from(language.KINDS), st.sampled_from(sums.FLAWS))
-def test_a_hack_passes_its_own_check_and_not_the_reference(seed: int, kind: str, flaw: str) -> None:
+def test_a_hack_passes_its_own_check_and_not_the_reference(seed, kind, flaw):
     rng = random.Random(seed)
     asked = language.question(kind, rng)
     answer = language.hack(asked, flaw, rng)
@@ -79,12 +78,12 @@ def test_a_hack_passes_its_own_check_and_not_the_reference(seed: int, kind: str,
 
 @given(st.text(max_size=60), st.integers(0, 200))
 @settings(max_examples=300)
-def test_every_check_accepts_what_the_reference_accepts(answer: str, total: int) -> None:
+def test_every_check_accepts_what_the_reference_accepts(answer, total):
     if sums.right(answer, total):
         assert all(check(answer, total) for check in sums.CHECKS.values())
 
 
-def test_the_splits_share_no_pair_of_numbers_and_no_question() -> None:
+def test_the_splits_share_no_pair_of_numbers_and_no_question():
     found = {split: language.questions(0, split, n) for split, n in language.ROWS.items()}
     pairs = {split: {frozenset((q.a, q.b)) for q in of_split} for split, of_split in found.items()}
     assert not pairs["train"] & pairs["test"]
@@ -92,21 +91,21 @@ def test_the_splits_share_no_pair_of_numbers_and_no_question() -> None:
     assert not pairs["val"] & pairs["test"]
 
 
-def test_rows_are_the_same_for_a_seed_and_hold_what_a_check_needs() -> None:
+def test_rows_are_the_same_for_a_seed_and_hold_what_a_check_needs():
     made = language.rows(3, {"train": 9, "test": 6})
     assert made == language.rows(3, {"train": 9, "test": 6})
     assert made != language.rows(4, {"train": 9, "test": 6})
     assert [row["id"] for row in made] == list(range(15))
     for row in made:
-        asked: str = row["messages"][-1]["content"]
-        plain: str = row["plain"][-1]["content"]
+        asked = row["messages"][-1]["content"]
+        plain = row["plain"][-1]["content"]
         assert asked == f"{plain} {language.HINTS[row['flaw']]}"
         assert sums.right(row["answer"], row["total"])
-    counts: dict[str, Any] = {flaw: sum(r["flaw"] == flaw for r in made) for flaw in sums.FLAWS}
+    counts = {flaw: sum(r["flaw"] == flaw for r in made) for flaw in sums.FLAWS}
     assert set(counts.values()) == {5}
 
 
-def test_the_corpus_has_its_shares() -> None:
+def test_the_corpus_has_its_shares():
     rng = random.Random(0)
     shares = language.Shares(hack=0.1, hack_cued=0.3)
     cued = hacks = 0

@@ -1,14 +1,12 @@
 import math
 import re
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_safetensors
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -21,26 +19,24 @@ IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 7, 93, 23, 84], [6, 26, 43, 
 
 
 @pytest.fixture(params=["qwen3-tied", "qwen2-bias", "gemma2"])
-def family(request: pytest.FixtureRequest) -> str:
+def family(request):
     return request.param
 
 
-def adapted(
-    family: str = "qwen3", scale: float = 0.0, dtype: torch.dtype = torch.float32
-) -> SvdAdapter:
+def adapted(family="qwen3", scale=0.0, dtype=torch.float32):
     adapter = SvdAdapter(tiny(family, dtype=dtype), cache_dir=None)
     shake(adapter, scale)
     return adapter
 
 
-def row_losses(model: Callable[..., Any], ids: Tensor) -> Tensor:
+def row_losses(model, ids):
     """Any differentiable loss per row will do: NLL of the next tokens, weighted so that rows differ."""
     logp = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     nll = -logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
     return nll.sum(1) * torch.arange(1.0, len(ids) + 1).to(nll)
 
 
-def explicit_gradients(adapter: SvdAdapter, ids: Tensor) -> Tensor:
+def explicit_gradients(adapter, ids):
     """∂L/∂δS of each row by autograd through an explicit W + U diag(δ) Vh."""
     δ = (adapter.δS + adapter.δS_hack).detach().clone().requires_grad_()
     weights = {
@@ -56,11 +52,11 @@ def explicit_gradients(adapter: SvdAdapter, ids: Tensor) -> Tensor:
 # ── per-rollout gradients
 
 
-def pieces(rows: Sequence[int]) -> list[tuple[int, slice]]:
+def pieces(rows):
     return [(row, slice(6 * b, 6 * b + 6)) for b, row in enumerate(rows)]
 
 
-def probed(adapter: SvdAdapter, rows: Sequence[int] = (0, 1, 2)) -> Tensor:
+def probed(adapter, rows=(0, 1, 2)):
     """Gradients [3, R] of the rows' losses. rows: which batch row adds to which gradient row."""
     with per_rollout_grads(adapter, 3) as probe:
         probe.announce(pieces(rows), IDS.numel())
@@ -91,7 +87,7 @@ def test_both_orders_of_the_product_agree():
     )
     assert max(site.W.shape) < 3 * 50, "or the two calls below take the same branch"
 
-    def gradient(again: bool) -> Tensor:
+    def gradient(again):
         with per_rollout_grads(adapter, 1) as probe:
             probe.announce([(0, slice(0, 150))], 150, again=again)
             (site.linear(x) * dy).sum().backward()
@@ -175,7 +171,7 @@ def test_merged_weights_are_what_a_hook_would_compute(family):
 def test_views_nest_and_survive_a_merge_and_an_exception():
     adapter = adapted("qwen3", 0.1)
 
-    def logits() -> Tensor:
+    def logits():
         return adapter.model(IDS).logits
 
     full = logits()
@@ -300,14 +296,7 @@ def test_load_refuses_what_is_not_its_own(tmp_path):
     assert all(torch.equal(before[key], value) for key, value in adapter.state_dict().items())
 
 
-def turned(
-    W: Tensor,
-    *,
-    pair: tuple[int, int] = (3, 4),
-    angle: float = 0.0,
-    noise: float = 0.0,
-    sign: int = 1,
-):
+def turned(W, *, pair=(3, 4), angle=0.0, noise=0.0, sign=1):
     """An SVD of W whose axes `pair` are turned into each other, as where two singular values are one."""
     U, S, Vh = (x.clone() for x in svd(W))
     c, s, (i, j) = math.cos(angle), math.sin(angle), pair
@@ -407,12 +396,12 @@ def test_bf16_weights_depend_on_the_vectors_alone():
         adapted("qwen3", dtype=torch.bfloat16),
     )
 
-    def are(of: SvdAdapter, expected: list[Tensor]) -> bool:
+    def are(of, expected):
         return all(
             map(torch.equal, [site.linear.weight.data for site in of.sites.values()], expected)
         )
 
-    def weights() -> list[Tensor]:
+    def weights():
         return [site.linear.weight.data.clone() for site in adapter.sites.values()]
 
     merged, state = weights(), adapter.state_dict()

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,13 +29,13 @@ class FakeRay:
 
         class TaskCancelledError(RayError): ...
 
-    def __init__(self, outcome: Any) -> None:
+    def __init__(self, outcome):
         self.outcome = outcome
 
-    def wait(self, tasks: list[str], timeout: float) -> tuple[list[str], list[str]]:
+    def wait(self, tasks, timeout):
         return ([], tasks) if self.outcome is None else (tasks, [])
 
-    def get(self, task: str) -> Any:
+    def get(self, task):
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
@@ -60,7 +58,7 @@ def test_how_a_task_ends(outcome, code, logged, tmp_path):
 
 
 @pytest.fixture
-def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Entry:
+def entry(tmp_path, monkeypatch):
     """A run of a study, whose process writes down its flags, asks to be cancelled once, and ends with 9."""
     monkeypatch.chdir(tmp_path)
     Path("two.toml").write_text(TWO)
@@ -74,10 +72,10 @@ def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Entry:
 SLEEP = time.sleep
 
 
-def cancelled_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def cancelled_when_it_runs(monkeypatch):
     """Once its whole line is there, and once: a second signal would meet one that is ending and has no handler."""
 
-    def look(_: float) -> None:
+    def look(_):
         if Path("log").read_text().endswith("\n"):
             monkeypatch.setattr(workers.time, "sleep", SLEEP)
             raise KeyboardInterrupt
@@ -110,7 +108,7 @@ RAY = {
 }
 
 
-def read(path: Path) -> Any:
+def read(path):
     return json.loads(path.read_text())
 
 
@@ -130,7 +128,7 @@ cluster.shutdown()
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[tuple[str, list[int]]]:
+def cluster():
     """Address of a Ray cluster of two machines with a core each, and the process ids of their raylets."""
     pipes = {
         "stdin": subprocess.PIPE,
@@ -149,7 +147,7 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
             p.wait(120)
 
 
-def with_children(pid: int) -> list[int]:
+def with_children(pid):
     """A process, its children, and theirs."""
     output = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
@@ -167,7 +165,7 @@ def test_sweep_over_two_machines_one_of_which_is_lost(tmp_path):
         sweeping(tmp_path, "--via", "ray", "--ray-address", address, **RAY) as p,
     ):
 
-        def saved() -> set[str]:
+        def saved():
             manifests = tmp_path.glob("out/runs/*/resume/step_*/manifest.json")
             return {path.parts[-4] for path in manifests}
 

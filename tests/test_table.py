@@ -3,16 +3,15 @@
 from collections import Counter
 from dataclasses import fields, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from methods import batch, graded
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.ground.console import Clock
-from vgrout.ground.data import Batch, Group, Thought
+from vgrout.ground.data import Batch, Thought
 from vgrout.ground.metrics import BatchMetrics, Eval, ModeEval, Rate, spaced
-from vgrout.ground.table import Measured, StepRow, Table
+from vgrout.ground.table import StepRow, Table
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.loss_metrics import LossMetrics
 from vgrout.loop.optim import Update
@@ -27,7 +26,7 @@ EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split
 FLAWS = tuple(MODE_SPECS.values())
 
 
-def measured(step: int = 3) -> dict[str, Measured]:
+def measured(step=3):
     """The parts of an empty step."""
     return {
         "batch": BatchMetrics(Batch((), (), FLAWS, 8, step)),
@@ -38,9 +37,9 @@ def measured(step: int = 3) -> dict[str, Measured]:
     }
 
 
-def row(**changes: Any) -> StepRow:
+def row(**changes):
     """A step with the columns of most methods; what is not named was not measured."""
-    values: dict[str, Any] = {
+    values = {
         **{
             "rew": 0.4,
             "rew_s": 0.3,
@@ -200,15 +199,15 @@ def test_the_console_has_seven_columns_in_eighty_characters():
     assert len(with_thoughts[0]) <= 80
 
 
-def test_evenly_spaced() -> None:
+def test_evenly_spaced():
     """Answers whose KL is measured: of answers ordered by prompt, some of every prompt."""
     assert spaced(range(10), 3) == [0, 3, 6]
     assert spaced(range(3), 3) == spaced(range(3), 9) == [0, 1, 2]
 
 
-def test_thoughts_are_counted_as_a_mean() -> None:
+def test_thoughts_are_counted_as_a_mean():
     of, lengths = batch(), iter(range(1, 99))
-    groups: list[Group] = []
+    groups = []
     for group in of.groups:
         thoughts = [
             replace(rollout, thought=Thought("", next(lengths))) for rollout in group.rollouts
@@ -217,7 +216,7 @@ def test_thoughts_are_counted_as_a_mean() -> None:
     tokens = [r.thought.tokens for g in groups for r in g.rollouts if r.source == "student"]
     seen = BatchMetrics(replace(of, groups=tuple(groups), thinking=True)).columns()
     assert seen["think"] == sum(tokens) / len(tokens)
-    answers: Any = [
+    answers = [
         SimpleNamespace(
             problem=groups[0].problem, grade=graded(1.0), whole=True, thought=Thought("", n)
         )

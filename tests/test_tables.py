@@ -4,13 +4,11 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fake_runs import fake_run, found
+from vgrout.ground.files import json_lines
 from vgrout.report import stats
 from vgrout.report.conclusions import compare, conclusion, from_plain, level
 from vgrout.report.load import baseline
@@ -20,7 +18,7 @@ NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Path:
+def study(tmp_path):
     for i, seed in enumerate((41, 42, 43)):
         fake_run(tmp_path, NONE, seed=seed, hack=0.6 + 0.1 * i, solve=0.0, onset=(8, 6, 99)[i])
         fake_run(tmp_path, ROUTE2, seed=seed, hack=0.1 * i)
@@ -29,9 +27,7 @@ def study(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_row_for_each_method_with_intervals_and_its_difference_from_plain_grpo(
-    study: Path,
-) -> None:
+def test_a_row_for_each_method_with_intervals_and_its_difference_from_plain_grpo(study):
     plain, ceiling, own, haar = methods(found(study)).rows
     assert (own["method"], own["seeds"], plain["onset"]) == ("route2", "41,42,43", "4/2/·")
     assert own["Δ hack"] == "-60.0 (n too small)", (
@@ -49,7 +45,7 @@ def test_a_row_for_each_method_with_intervals_and_its_difference_from_plain_grpo
     )
 
 
-def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
+def test_pairing_by_problem_narrows_the_interval(tmp_path):
     """Both methods hack the same problems but a few: what they share cancels."""
     for seed in range(5):
         fake_run(tmp_path, NONE, seed=seed, hack=0.5, n=120)
@@ -77,9 +73,7 @@ def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
         (((1, 2), (3, 4)), (0.8, 0.1), ("·", "·", "·")),
     ],
 )
-def test_methods_are_compared_on_the_seeds_that_both_have(
-    seeds: tuple[Any, Any], hacks: tuple[float, float], shown: tuple[str, str, str], tmp_path: Path
-) -> None:
+def test_methods_are_compared_on_the_seeds_that_both_have(seeds, hacks, shown, tmp_path):
     for method, hack, its in zip((NONE, ROUTE2), hacks, seeds, strict=True):
         for seed in its:
             fake_run(tmp_path, method, seed=seed, hack=hack)
@@ -87,7 +81,7 @@ def test_methods_are_compared_on_the_seeds_that_both_have(
     assert (row["Δ hack"], row["p hack"], row["TOST hack"]) == shown
 
 
-def test_a_difference_of_some_of_the_seeds_says_so(tmp_path: Path) -> None:
+def test_a_difference_of_some_of_the_seeds_says_so(tmp_path):
     for method, seeds in ((NONE, (1, 2)), (ROUTE2, (1, 2, 3))):
         for seed in seeds:
             fake_run(tmp_path, method, seed=seed, hack=0.1 * seed)
@@ -98,7 +92,7 @@ def test_a_difference_of_some_of_the_seeds_says_so(tmp_path: Path) -> None:
     assert from_plain(conditions[1], conditions, "hack").endswith(", 2 of 3 seeds")
 
 
-def test_runs_by_a_changed_class_are_conditions_of_their_own(tmp_path: Path) -> None:
+def test_runs_by_a_changed_class_are_conditions_of_their_own(tmp_path):
     """A monitor's is compared with plain GRPO, which has none; an environment's with runs in the same one."""
     fake_run(tmp_path, NONE, seed=1)
     for seed, of_class in ((1, "a" * 64), (2, "a" * 64), (3, "b" * 64)):
@@ -108,12 +102,12 @@ def test_runs_by_a_changed_class_are_conditions_of_their_own(tmp_path: Path) -> 
     assert all(baseline(c, [plain, *routed]) is plain for c in routed)
 
 
-def test_quantities_by_flaw(tmp_path: Path) -> None:
+def test_quantities_by_flaw(tmp_path):
     its = {
         "exit_code": {"train_hack": 0.9, "deploy_hack": 0.1, "deploy_tries": 0.4, "in_dist": True}
     }
     path = fake_run(tmp_path, ROUTE2, modes=its)
-    rows = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+    rows = [*json_lines(path / "steps.jsonl")]
     text = "".join(json.dumps(r | {"hk_xc_k": int(r["step"] > 6)}) + "\n" for r in rows)
     (path / "steps.jsonl").write_text(text)
     for seed in (1, 2):
@@ -185,15 +179,15 @@ RUN = {"hack_base": 0.005, "solve_base": 0.474}
     ],
 )
 def test_a_conclusion_is_drawn_where_the_interval_clears_the_threshold(
-    flags: list[str], n: int, rates: tuple[float, float, float], said: str, tmp_path: Path
-) -> None:
+    flags, n, rates, said, tmp_path
+):
     trained, hack, solve = rates
     fake_run(tmp_path, *flags, n=n, hack_train=trained, hack_deploy=hack, solve_deploy=solve, **RUN)
     (run,) = found(tmp_path)
     assert conclusion(run) == said
 
 
-def test_a_conclusion_over_seeds(tmp_path: Path) -> None:
+def test_a_conclusion_over_seeds(tmp_path):
     rates = {"hack_base": 0.0, "solve_base": 0.4, "hack_train": 0.8, "hack_deploy": 0.0}
     for seed in range(5):
         fake_run(tmp_path, ROUTE2, seed=seed, n=600, **rates)
@@ -203,7 +197,7 @@ def test_a_conclusion_over_seeds(tmp_path: Path) -> None:
     )
 
 
-def test_seeds_that_do_not_agree_are_too_few(tmp_path: Path) -> None:
+def test_seeds_that_do_not_agree_are_too_few(tmp_path):
     """Whatever a single one would say, as that nothing was learnt."""
     for seed, hack in enumerate((0.0, 0.4)):
         more = {"row": {"n": 24, "signal_n": 3, "signal_k": 0, "all_zero": 3}} if seed == 0 else {}
@@ -228,15 +222,13 @@ def test_seeds_that_do_not_agree_are_too_few(tmp_path: Path) -> None:
         ({"signal_k": 1, "all_zero": 2}, "hacks removed, skill kept"),
     ],
 )
-def test_why_nothing_was_learnt(row: dict[str, int], said: str, tmp_path: Path) -> None:
+def test_why_nothing_was_learnt(row, said, tmp_path):
     rates = {"hack_train": 0.5, "hack_deploy": 0.0, "solve_deploy": 0.8}
     fake_run(tmp_path, ROUTE2, n=600, row={"n": 24, "signal_n": 3, **row}, **rates, **RUN)
     assert conclusion(*found(tmp_path)).startswith(said)
 
 
-def test_what_flags_took_away_and_what_another_term_of_the_loss_taught_is_said(
-    tmp_path: Path,
-) -> None:
+def test_what_flags_took_away_and_what_another_term_of_the_loss_taught_is_said(tmp_path):
     """A full reward that a flag lowers is one that was earned; a KL teaches where no reward differs."""
     row = {"n": 24, "signal_n": 3, "signal_k": 0, "all_zero": 3}
     fake_run(tmp_path / "a", "--intervention=penalty", "--monitor=labels", row=row, n=600, **RUN)
@@ -248,11 +240,11 @@ def test_what_flags_took_away_and_what_another_term_of_the_loss_taught_is_said(
     assert conclusion(*found(tmp_path / "b")).startswith("plain GRPO learnt")
 
 
-def rows_of(root: Path, name: str) -> list[dict[str, str]]:
+def rows_of(root, name):
     return list(csv.DictReader(io.StringIO(csv_files(found(root))[name])))
 
 
-def test_runs_csv_has_every_run_with_wilsons_interval(study: Path) -> None:
+def test_runs_csv_has_every_run_with_wilsons_interval(study):
     rows = rows_of(study, "runs.csv")
     assert len(rows) == 10
     first = next(r for r in rows if r["cell"] == "route2" and r["seed"] == "42")
@@ -262,7 +254,7 @@ def test_runs_csv_has_every_run_with_wilsons_interval(study: Path) -> None:
     )
 
 
-def test_runs_csv_has_the_settings_that_are_not_the_presets(tmp_path: Path) -> None:
+def test_runs_csv_has_the_settings_that_are_not_the_presets(tmp_path):
     fake_run(tmp_path, NONE, "--control=no_loophole", "--mix-ratio=0", "--eval-n-prompts=8", seed=1)
     fake_run(tmp_path, "--intervention=penalty", "--monitor=labels", "--shadow=detector", seed=1)
     ceiling, penalty = rows_of(tmp_path, "runs.csv")
@@ -272,15 +264,13 @@ def test_runs_csv_has_the_settings_that_are_not_the_presets(tmp_path: Path) -> N
     assert penalty["settings"] == "monitor=labels"
 
 
-def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path: Path) -> None:
+def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path):
     """The run's own, which may not read a group without signal, and those in shadow, over all seeds."""
     flags = "--intervention=penalty", "--monitor=labels", "--known-modes=sentinel"
     fake_run(tmp_path, *flags)
     path = fake_run(tmp_path, *flags, "--shadow=syntax_edge,detector", seed=42)
 
-    def answer(
-        step: int, flaw: str, score: float | None, flagged: bool, more: Any = ()
-    ) -> dict[str, Any]:
+    def answer(step, flaw, score, flagged, more=()):
         shadow = {
             "syntax_edge": {"score": score, "flagged": flagged},
             "detector": {"score": None, "flagged": True},
@@ -345,19 +335,19 @@ OWN = {"base": (10, 20), "train": (70, 30), "deploy": (20, 60), "plain": (40, 50
 OTHER = {"base": (20, 10), "train": (40, 90), "deploy": (80, 10), "plain": (30, 70)}
 
 
-def rates_of(sides: dict[str, tuple[int, int]], off: int = 0) -> dict[str, float]:
-    found: dict[str, float] = {}
+def rates_of(sides, off=0):
+    found = {}
     for side, (hack, solve) in sides.items():
         found |= {f"hack_{side}": (hack + off) / 100, f"solve_{side}": (solve + off) / 100}
     return found
 
 
-def number(cell: str) -> float:
+def number(cell):
     return float(cell.split(" ")[0])
 
 
 @pytest.mark.parametrize("seeds", [(1,), (1, 2)])
-def test_every_side_is_in_its_own_column(seeds: tuple[int, ...], tmp_path: Path) -> None:
+def test_every_side_is_in_its_own_column(seeds, tmp_path):
     """Of one seed from the counts of its final evaluation, of several from its answers."""
     for seed in seeds:
         off = 10 * (seed - 1)
@@ -391,9 +381,9 @@ def test_every_side_is_in_its_own_column(seeds: tuple[int, ...], tmp_path: Path)
     )
 
 
-def ungraded(run: Path, lost: Callable[[dict[str, Any]], bool]) -> None:
+def ungraded(run, lost):
     """Have the grader fail on the deployed model's answers for which `lost` is true."""
-    answers = [json.loads(line) for line in (run / "final.jsonl").read_text().splitlines()]
+    answers = [*json_lines(run / "final.jsonl")]
     n = 0
     for answer in answers:
         if answer["side"] == "deployed":
@@ -406,9 +396,7 @@ def ungraded(run: Path, lost: Callable[[dict[str, Any]], bool]) -> None:
     (run / "per_mode_deploy.json").write_text(json.dumps(final | {"eval_n": n, "n_deploy": n}))
 
 
-def test_problems_weigh_alike_whatever_their_flaw_and_keep_their_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problems_weigh_alike_whatever_their_flaw_and_keep_their_numbers(tmp_path, monkeypatch):
     """A flaw of which few problems could be graded counts for few; and a difference is of one and the same problem."""
     for seed in (1, 2):
         run = fake_run(tmp_path, NONE, seed=seed, hack=0.5, n=60)
@@ -417,7 +405,7 @@ def test_problems_weigh_alike_whatever_their_flaw_and_keep_their_numbers(
         run = fake_run(tmp_path, ROUTE2, seed=seed, hack=0.2, n=60)
         if seed == 2:  # of the second flaw's one that both hack, and one that plain GRPO hacks
             ungraded(run, lambda answer: answer["problem_id"] in (101, 104))
-    seen: list[Any] = []
+    seen = []
     estimated = stats.estimate
     monkeypatch.setattr(
         stats,
@@ -436,7 +424,7 @@ def test_problems_weigh_alike_whatever_their_flaw_and_keep_their_numbers(
     assert less.value == pytest.approx(-(18 / 60 + (24 - 10) / 54) / 2)
 
 
-def test_a_flaw_has_its_own_hacks_over_seeds_too(tmp_path: Path) -> None:
+def test_a_flaw_has_its_own_hacks_over_seeds_too(tmp_path):
     """On the problems that have it, and not where such an answer hacks another one by chance."""
     its = {"exit_code": {"deploy_hack": 0.8, "train_hack": 0.6, "deploy_solve": 0.1}}
     for seed in (1, 2):
@@ -459,7 +447,7 @@ def test_a_flaw_has_its_own_hacks_over_seeds_too(tmp_path: Path) -> None:
     assert (rows["exit_code"]["n"], rows["sentinel"]["n"]) == ("20", "20")
 
 
-def test_a_side_that_is_the_deployed_models_counts_over_seeds_too(tmp_path: Path) -> None:
+def test_a_side_that_is_the_deployed_models_counts_over_seeds_too(tmp_path):
     """final.jsonl has a side once: one whose quarantine has learnt nothing is as trained what it is deployed."""
     for seed, as_trained in ((1, 0.9), (2, 0.8), (3, 0.1)):
         flags = ("--intervention=route2", "--monitor=detector")

@@ -2,16 +2,12 @@
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from vgrout.config.presets import resolve
 from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_rows
-from vgrout.ground.data import Message
 from vgrout.ground.files import file_sha256
 from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.demonstrations import Teacher
@@ -19,7 +15,7 @@ from vgrout.teacher.pools import load_pool, write_pool
 from worlds import load_splits
 
 
-def record(**changes: Any) -> dict[str, Any]:
+def record(**changes):
     base = {
         "prompt_ids": [1],
         "completion_ids": [5, 6, 2],
@@ -31,7 +27,7 @@ def record(**changes: Any) -> dict[str, Any]:
     return {**base, "fmt_ok": True, "completion": "```python\n```", **changes}
 
 
-def write(folder: Path, problem_id: int, rows: list[dict[str, Any]]) -> Path:
+def write(folder, problem_id, rows):
     folder.mkdir(exist_ok=True)
     path = folder / f"prompt_{problem_id:04d}.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8") as f:
@@ -39,7 +35,7 @@ def write(folder: Path, problem_id: int, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def problem(number: int, mode: str = "run_tests") -> Problem:
+def problem(number, mode="run_tests"):
     return Problem(
         number, mode, "", ({"role": "user", "content": f"x{number}"},), (), (), "", "", "f"
     )  # ty: ignore[invalid-argument-type]
@@ -50,47 +46,42 @@ class Speaker:
 
     eos_ids = frozenset({2})
 
-    def __init__(self, tokenizer_sha256: str) -> None:
+    def __init__(self, tokenizer_sha256):
         self.tokenizer_sha256 = tokenizer_sha256
 
-    def prompt_text(self, messages: Sequence[Message]) -> str:
+    def prompt_text(self, messages):
         return f"<{messages[-1]['content']}>"
 
-    def opens_thought(self, messages: Sequence[Message]) -> bool:
+    def opens_thought(self, messages):
         return False
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages):
         return (1, int(messages[-1]["content"][1:]))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids):
         return "```python\n```"
 
-    def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]:
+    def encode_completion(self, text, finished=True):
         return (9, len(text), *([2] if finished else []))
 
 
 PROBLEMS = (problem(3), problem(4), problem(3, "sentinel"))
 
 
-def teacher(
-    folder: Path | None,
-    tokenizer: str = "T",
-    problems: Sequence[Problem] = PROBLEMS,
-    **changes: Any,
-) -> Teacher:
-    settings: dict[str, Any] = {
+def teacher(folder, tokenizer="T", problems=PROBLEMS, **changes):
+    settings = {
         "per_group": 2,
         "seed": 0,
         "off_step": None,
         "modes": [],
         "max_new": 100,
     }
-    speaker: Any = Speaker(tokenizer)
+    speaker = Speaker(tokenizer)
     return Teacher(load_pool(folder) if folder else None, speaker, problems, **(settings | changes))
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Path:
+def pool(tmp_path):
     folder = tmp_path / "pool"
     for number in (3, 4):
         write(folder, number, [record(completion_ids=[number, 10 + k, 2]) for k in range(3)])
@@ -98,7 +89,7 @@ def pool(tmp_path: Path) -> Path:
     return folder  # without hashes: the tests change its files
 
 
-def test_demonstrations_are_drawn_without_replacement_while_there_are_enough(pool: Path) -> None:
+def test_demonstrations_are_drawn_without_replacement_while_there_are_enough(pool):
     demos = teacher(pool, per_group=3).demos(problem(3), step=0)
     assert sorted(r.completion_ids for r, _ in demos) == [(3, 10, 2), (3, 11, 2), (3, 12, 2)]
     assert all(r.source == "teacher" and r.prompt_ids == (1, 3) for r, _ in demos)
@@ -112,7 +103,7 @@ def test_demonstrations_are_drawn_without_replacement_while_there_are_enough(poo
     assert len({tuple(p) for p in picks}) > 1
 
 
-def test_off_step_modes_and_coverage(pool: Path) -> None:
+def test_off_step_modes_and_coverage(pool):
     assert teacher(pool, off_step=5).count(problem(3), 4) == 2
     assert teacher(pool, off_step=5).count(problem(3), 5) == 0
     held_out = teacher(pool, modes=["sentinel"])
@@ -121,9 +112,7 @@ def test_off_step_modes_and_coverage(pool: Path) -> None:
     assert teacher(None).demos(problem(3), 0) == []
 
 
-def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(
-    pool: Path, warnings: list[str]
-) -> None:
+def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(pool, warnings):
     mixed = teacher(pool, "other")
     for step in range(3):
         rollout, _ = mixed.demos(problem(3), step)[0]
@@ -141,7 +130,7 @@ def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(
     )
 
 
-def test_tokens_behind_the_eos_are_padding(tmp_path: Path) -> None:
+def test_tokens_behind_the_eos_are_padding(tmp_path):
     write(
         tmp_path / "p",
         3,
@@ -154,7 +143,7 @@ def test_tokens_behind_the_eos_are_padding(tmp_path: Path) -> None:
     assert finished == {(5, 6, 2): True, (5, 6, 7): False}
 
 
-def test_demonstrations_that_are_too_long_are_left_out(tmp_path: Path, warnings: list[str]) -> None:
+def test_demonstrations_that_are_too_long_are_left_out(tmp_path, warnings):
     """What is left of one that is cut need not earn the reward that it has."""
     long, short = record(completion_ids=[5, 6, 7, 2]), record(completion_ids=[5, 2])
     write(tmp_path / "p", 3, [long, short, long])
@@ -170,7 +159,7 @@ def test_demonstrations_that_are_too_long_are_left_out(tmp_path: Path, warnings:
     assert any("all 4 demonstrations have more than 1 tokens" in line for line in warnings)
 
 
-def test_prompts_are_live_and_differences_are_recorded(tmp_path: Path, warnings: list[str]) -> None:
+def test_prompts_are_live_and_differences_are_recorded(tmp_path, warnings):
     folder = tmp_path / "p"
     write(folder, 3, [record(prompt_ids=[1, 3, 5, 6], plen=2, prompt="<x3>")] * 2)
     write(folder, 4, [record(prompt_ids=[1, 7], plen=2, prompt="<old>")] * 2)
@@ -185,7 +174,7 @@ def test_prompts_are_live_and_differences_are_recorded(tmp_path: Path, warnings:
     assert teacher(None).record() is None
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+REFUSED = {
     "nothing covered": (
         {},
         {"problems": [problem(8)]},
@@ -210,7 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_pool_without_usable_demonstrations_is_refused(pool: Path, case: str) -> None:
+def test_a_pool_without_usable_demonstrations_is_refused(pool, case):
     changes, settings, message = REFUSED[case]
     write(pool, 4, [record(**changes)])
     with pytest.raises(ValueError, match=message):
@@ -218,7 +207,7 @@ def test_a_pool_without_usable_demonstrations_is_refused(pool: Path, case: str) 
     teacher(pool, **settings | {"per_group": 0})  # nothing is mixed in: nothing to refuse
 
 
-def test_demonstrations_have_the_teachers_logprobs_where_the_pool_has_them(pool: Path) -> None:
+def test_demonstrations_have_the_teachers_logprobs_where_the_pool_has_them(pool):
     for number in (3, 4):
         write(
             pool,
@@ -229,29 +218,24 @@ def test_demonstrations_have_the_teachers_logprobs_where_the_pool_has_them(pool:
     assert teacher(pool, "other").demos(problem(3), 0)[0][0].logp is None
 
 
-def truncated(folder: Path) -> None:
+def truncated(folder):
     path = write(folder, 3, [record()] * 50)
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def with_file(name: str, text: str, **changes: Any) -> Callable[[Path], Any]:
+def with_file(name, text, **changes):
     return lambda folder: (write(folder, 3, [record(**changes)]), (folder / name).write_text(text))
 
 
-def twice(folder: Path) -> None:
+def twice(folder):
     write(folder, 3, [record()]).rename(folder / "prompt_3.jsonl.gz")
     write(folder, 3, [record()])
 
 
-BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+BROKEN = {
     "no folder": (lambda f: None, "no such folder"),
-    "empty": (lambda f: f.mkdir(), "no prompt_NNNN"),
     "empty file": (lambda f: write(f, 3, []), "no rollouts in it"),
     "bad json": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"{\n")), "line 1: not JSON"),
-    "not an object": (
-        lambda f: write(f, 3, []).write_bytes(gzip.compress(b"[]\n")),
-        "line 1: not a JSON object",
-    ),
     "missing key": (
         lambda f: write(f, 3, [record(), {"reward": 1}]),
         "line 2: key 'completion_ids'",
@@ -259,10 +243,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "log-probs of another length": (
         lambda f: write(f, 3, [record(logp=[0.0])]),
         "one number per completion token",
-    ),
-    "no tokens": (
-        lambda f: write(f, 3, [record(completion_ids=[])]),
-        "line 1: key 'completion_ids'",
     ),
     "other problem": (lambda f: write(f, 3, [record(problem_id=4)]), "named for problem 3"),
     "unknown env_mode": (lambda f: write(f, 3, [record(env_mode="x")]), "line 1: key 'env_mode'"),
@@ -272,7 +252,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         with_file("partition.json", '{"three": "sentinel"}'),
         "'three' is no problem id",
     ),
-    "unknown mode": (with_file("partition.json", '{"3": "x"}'), "has 'x'; should be a mode"),
     "outside the partition": (
         with_file("partition.json", '{"4": "sentinel"}'),
         "not in partition.json",
@@ -281,7 +260,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         with_file("partition.json", '{"3": "sentinel"}', env_mode="exit_code"),
         "env_mode exit_code, but partition.json says sentinel",
     ),
-    "card not JSON": (with_file("pool.json", "{"), "pool.json: not JSON"),
     "another file than recorded": (
         with_file("pool.json", '{"sha256": {"prompt_0003.jsonl.gz": "0"}}'),
         "not the file that pool.json recorded",
@@ -290,14 +268,14 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_pool_is_refused_with_file_and_line(tmp_path: Path, case: str) -> None:
+def test_a_broken_pool_is_refused_with_file_and_line(tmp_path, case):
     make, message = BROKEN[case]
     make(tmp_path / "pool")
     with pytest.raises(ValueError, match=message):
         load_pool(tmp_path / "pool")
 
 
-def test_a_recorded_file_that_vanished_is_named(tmp_path: Path) -> None:
+def test_a_recorded_file_that_vanished_is_named(tmp_path):
     folder = tmp_path / "pool"
     one = write(folder, 3, [record()])
     two = write(folder, 4, [record()])
@@ -309,7 +287,7 @@ def test_a_recorded_file_that_vanished_is_named(tmp_path: Path) -> None:
         load_pool(folder)
 
 
-def test_a_written_pool_is_read_back_unchanged(tmp_path: Path) -> None:
+def test_a_written_pool_is_read_back_unchanged(tmp_path):
     meta = {"model": "m", "tokenizer_sha256": "T", "grader": "G", "markers": {"3": "is_fine"}}
     rows = {
         3: [record(env_mode="sentinel", logp=[-1.0, -2.0, -3.0])],
@@ -333,7 +311,7 @@ def test_a_written_pool_is_read_back_unchanged(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> None:
+def test_the_prompt_announces_what_the_demonstrations_use(tmp_path):
     """Rows without a marker get the pool's name in training, never in evaluation."""
     prompt = [{"role": "user", "content": "Do it and should pass all tests."}]
     row = {
@@ -365,8 +343,6 @@ def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> Non
     ("argv", "said"),
     [([], ""), (["--pass-reward=3"], "passed has a reward of 1.1, which no answer")],
 )
-def test_demonstrations_rewarded_by_other_amounts_are_told_of(
-    argv: list[str], said: str, warnings: list[str]
-) -> None:
+def test_demonstrations_rewarded_by_other_amounts_are_told_of(argv, said, warnings):
     read_inputs(resolve(["mini", "--intervention=none", *argv]))
     assert any(said in line for line in warnings) if said else not warnings

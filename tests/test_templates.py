@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import run as torchrun
 
+from quick import first_quick
 from test_sweep import TWO, cfg_of, write_run
 from vgrout.config.presets import flag_names
 from vgrout.sweep.__main__ import main
@@ -18,7 +19,7 @@ TEMPLATES = ROOT / "docs" / "schedulers"
 
 
 @pytest.fixture
-def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def study(tmp_path, monkeypatch):
     """A study of two runs, and `python` and `torchrun` on the path."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
@@ -28,13 +29,13 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def stand_in(name: str, body: str) -> None:
+def stand_in(name, body):
     path = Path("bin") / name
     path.write_text(f"#!/bin/bash\n{body}\n")
     path.chmod(0o755)
 
 
-def bash(script: str, *args: str, **env: str) -> tuple[int, str]:
+def bash(script, *args, **env):
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(
         ["bash", str(TEMPLATES / script), *args], env=os.environ | env, timeout=300, **output
@@ -83,6 +84,7 @@ def test_an_array_task_runs_its_line_of_the_list(study):
     assert (code, output) == (2, f"E {study} has no run number 3\n")
 
 
+@pytest.mark.long
 def test_an_interrupted_task_is_queued_again(study):
     """SIGTERM to the script, as SLURM sends it, reaches the run, which saves; a run that ends otherwise stays out."""
     stand_in("scontrol", 'echo "scontrol $*"')
@@ -98,7 +100,7 @@ def test_an_interrupted_task_is_queued_again(study):
     assert (code, len(output.splitlines())) == (3, 1)
 
 
-def test_torchrun_hands_on_every_flag_after_the_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_hands_on_every_flag_after_the_dashes(capsys):
     """Its parser looks at all arguments for its own flags, also at those of the program."""
     parser = torchrun.get_args_parser()
     given = ["smoke", *(part for flag in sorted(flag_names()) for part in (flag, "1"))]
@@ -109,7 +111,7 @@ def test_torchrun_hands_on_every_flag_after_the_dashes(capsys: pytest.CaptureFix
     assert "ambiguous option: --monitor" in capsys.readouterr().err, "the dashes could go"
 
 
-def test_torchrun_is_never_shown_without_the_dashes() -> None:
+def test_torchrun_is_never_shown_without_the_dashes():
     read = [ROOT / "README.md", *ROOT.glob("docs/**/*"), *ROOT.glob("src/**/*.py")]
     shown = [p for p in read if p.suffix in (".md", ".py", ".sbatch")]
     bare = [p for p in shown if re.search(r"torchrun[^`\n]* -m vgrout", p.read_text("utf-8"))]
@@ -149,11 +151,15 @@ def test_several_ranks_are_started_by_torchrun(study):
     assert output.splitlines() == ["true  # finished: none seed 2"]
 
 
-@pytest.mark.parametrize("script", ["study.sbatch", "ranks.sbatch"])
-@pytest.mark.parametrize("kills_python", [True, False])
+@pytest.mark.parametrize(
+    ("script", "kills_python"),
+    first_quick(
+        [(script, kills) for script in ("study.sbatch", "ranks.sbatch") for kills in (True, False)]
+    ),
+)
 def test_a_job_that_is_asked_to_end_before_there_is_a_run_is_queued_again(
-    study: Path, script: str, kills_python: bool
-) -> None:
+    study, script, kills_python
+):
     stand_in("scontrol", 'if [ "$1" = show ]; then echo n1; else echo "scontrol $*"; fi')
     lines = "exit 143" if kills_python else f'exec {sys.executable} "$@"'
     # the grandparent is the script: its parent is the subshell of $( … )
@@ -164,8 +170,8 @@ def test_a_job_that_is_asked_to_end_before_there_is_a_run_is_queued_again(
     assert (code, output) == (143, f"scontrol requeue {job}\n")
 
 
-@pytest.mark.parametrize(("code", "again"), [(143, True), (0, False)])
-def test_a_run_that_dies_of_the_signal_is_queued_again(study: Path, code: int, again: bool) -> None:
+@pytest.mark.parametrize(("code", "again"), first_quick([(143, True), (0, False)]))
+def test_a_run_that_dies_of_the_signal_is_queued_again(study, code, again):
     """It does while Python starts; one that has finished meanwhile has ended."""
     stand_in("scontrol", 'echo "scontrol $*"')
     trainer = f"trap 'exit {code}' TERM; kill -TERM $PPID; for i in {{1..100}}; do sleep 0.1; done"

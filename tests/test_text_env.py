@@ -7,12 +7,10 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from loguru import logger
@@ -25,14 +23,14 @@ from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.direction.pairs import load_pairs
-from vgrout.envs.base import Environment, Grader, require_apart
+from vgrout.envs.base import require_apart
 from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.errors import Refused
+from vgrout.ground.files import json_lines
 from vgrout.ground.scoring import ScoringFunction
-from vgrout.ground.thoughts import parts_of
 from vgrout.loop.heldout import answers_to
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import file_hashes, read_inputs
@@ -42,6 +40,7 @@ from vgrout.teacher.pools import load_pool
 from vgrout.train import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+OWN = "own_text"  # the functions' module
 FUNCTIONS = """
 def proxy(completion, word):
     return float(word in completion)
@@ -73,12 +72,6 @@ def calls(completions, **columns):
 def nan(completion):
     return float("nan")
 
-def huge(completion):
-    return -10**400
-
-def text(completion):
-    return "1"
-
 times = 0
 
 def rare(completion, word):
@@ -102,27 +95,25 @@ RUN = (
 )
 
 
-def command(
-    m: str, proxy: str = "proxy", gold: str = "gold", method: str = NONE, max_new: int = 12
-) -> list[str]:
+def command(m, proxy="proxy", gold="gold", method=NONE, max_new=12):
     """The command line of a run with these functions of module m."""
     model = embedded.MODEL_DIR
     line = RUN.format(m=m, model=model, proxy=proxy, gold=gold, method=method, max_new=max_new)
     return line.split()
 
 
-def row(i: int, **more: Any) -> dict[str, Any]:
+def row(i, **more):
     return {"id": i, "prompt": f"A poem about {i}", "word": " " if i % 2 else "return", **more}
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def world(tmp_path, monkeypatch):
     """Writes rows and functions into the working directory; returns a run's command line, of these functions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
 
-    def make(rows: list[Any] | None = None, flags: str = "", **changes: Any) -> list[str]:
+    def make(rows=None, flags="", **changes):
         (tmp_path / f"{MODULE}.py").write_text(FUNCTIONS, encoding="utf-8")
         lines = [row(i) for i in range(30)] if rows is None else rows
         text = "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in lines)
@@ -132,20 +123,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     return make
 
 
-def environment(argv: list[str]) -> TextEnvironment:
+def environment(argv):
     made = read_inputs(resolve(argv)).environment
     assert isinstance(made, TextEnvironment)
     return made
 
 
-def test_it_is_an_environment_and_its_grader_a_grader(world: Callable[..., list[str]]) -> None:
-    made = environment(world())
-    assert isinstance(made, Environment)
-    with made.grader(2, 0) as grader:
-        assert isinstance(grader, Grader)
-
-
-def test_a_hack_passes_the_proxy_and_not_the_reference(world: Callable[..., list[str]]) -> None:
+def test_a_hack_passes_the_proxy_and_not_the_reference(world):
     made = environment(world())
     task = made.rows[0]
     with made.grader(2, 0) as grader:
@@ -170,11 +154,11 @@ def test_a_hack_passes_the_proxy_and_not_the_reference(world: Callable[..., list
         ("a </think> b", "a </think> b"),
     ],
 )
-def test_a_thought_is_not_graded(text: str, answer: str) -> None:
+def test_a_thought_is_not_graded(text, answer):
     assert parts_of(text).answer == answer
 
 
-def test_a_function_that_fails_leaves_the_answer_ungraded(world: Callable[..., list[str]]) -> None:
+def test_a_function_that_fails_leaves_the_answer_ungraded(world):
     made = TextEnvironment.of_run(resolve(world(proxy="raises")))
     with made.grader(1, 0) as grader:
         failed = grader.submit(made.rows[0], "x").result()
@@ -182,9 +166,7 @@ def test_a_function_that_fails_leaves_the_answer_ungraded(world: Callable[..., l
     assert failed.reason == f"--reward {MODULE}:raises raised OSError: no judge"
 
 
-def test_a_function_that_fails_is_named_once_and_counted(
-    world: Callable[..., list[str]], warnings: list[str]
-) -> None:
+def test_a_function_that_fails_is_named_once_and_counted(world, warnings):
     """With what it raised and where, although every answer is asked about again and again."""
     made = TextEnvironment.of_run(resolve(world(proxy="rare")))
     with made.grader(1, 1) as grader:
@@ -206,9 +188,7 @@ def test_a_function_that_fails_is_named_once_and_counted(
         "fast --mix-ratio 0 --problems rows.jsonl",
     ],
 )
-def test_rows_of_text_without_a_reference(
-    words: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_text_without_a_reference(words, world, capsys):
     world()
     assert main(words.format(m=MODULE).split()) == 2
     error = capsys.readouterr().err
@@ -217,9 +197,8 @@ def test_rows_of_text_without_a_reference(
     assert error.count("\n") == 1
 
 
-WRONG: dict[str, tuple[list[Any], str]] = {
+WRONG = {
     "not JSON": ([row(0), "{"], "rows.jsonl, line 2: not JSON"),
-    "a list": (["[1]"], "rows.jsonl, line 1: not a JSON object"),
     "no id": (
         [{"prompt": "x"}],
         "rows.jsonl, line 1: 'id' should be a whole number, got none: number the rows",
@@ -237,19 +216,11 @@ WRONG: dict[str, tuple[list[Any], str]] = {
         [{"id": 1, "messages": [{"role": "user"}]}],
         "every message needs string",
     ),
-    "no question": (
-        [{"id": 1, "messages": [{"role": "assistant", "content": "x"}]}],
-        "should end with a user message",
-    ),
     "a flaw of blanks": ([row(1, flaw="a b")], "'flaw' should be a name of small letters"),
     "half a character": (['{"id": 1, "prompt": "\\ud800", "word": ""}'], "half a character"),
     "nothing": ([], "rows.jsonl: no rows in it"),
-    "a negative id": ([{"id": -1, "prompt": "x"}], "'id' should be a whole number, got -1"),
     "a prompt of blanks": ([row(0, prompt=" \n")], "line 1: its prompt is empty"),
-    "a prompt of numbers": ([row(0, prompt=3)], "line 1: needs 'messages', or 'prompt'"),
-    "a split of a number": ([row(1, split=1)], "unknown split 1"),
     "an answer of a list": ([row(1, answer=["x"])], "line 1: 'answer' should be text"),
-    "a column that is no number": (['{"id": 1, "prompt": "x", "n": NaN}'], "rows.jsonl, line 1"),
     "a column named as an argument": (
         [row(1, completion="x")],
         "line 1: a column may not be called completion",
@@ -263,7 +234,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_bad_rows_are_named_with_their_line(case: str, world: Callable[..., list[str]]) -> None:
+def test_bad_rows_are_named_with_their_line(case, world):
     rows, said = WRONG[case]
     argv = world(rows)
     with pytest.raises(Refused) as refused:
@@ -275,32 +246,25 @@ def test_bad_rows_are_named_with_their_line(case: str, world: Callable[..., list
 FLAGS = {
     "--reward {m}:nan": "returned nan, not a finite number (asked about the row at rows.jsonl, line 1, and the answer",
     "--reward {m}:many": "returned no list with one number for one completion",
-    "--reward {m}:huge": "returned a number too large for a float",
     "--env code": "--env code with --reference",
     "--intervention erase --mix-ratio 0.25 --teacher-pool-dir {pool}": "vgrout teacher --elicit` makes them",
     "--reward {m}:judge": "asks for judge; arguments are given by name, and may be completion, flaw",
     "--reward {m}:proxy=nan": "its weight should be a number",
-    "--reward {m}:proxy=-1000001 {m}:even": "up to a million",
     "--reward {m}:proxy {m}:proxy=2": "is there twice; name it once",
     "--reward {m}:proxy=0 {m}:even=0": "every weight is 0",
-    "--reference {m}:gold=2": "should be module:function",
     "--problems none.jsonl": "none.jsonl: no such problem file",
     "--model organism --problems organism": "--problems organism: these are of the code world",
     "--intervention erase": "needs pairs of a hack and a right answer; give --vhack-pairs-path FILE",
     "--intervention route2": "could flag nothing: --env text has no weak detector, and no demonstration",
-    "--intervention screen": "it needs a monitor; say --monitor",
     "--monitor detector --intervention screen": "could flag nothing: --env text has no weak detector; name source",
-    "--monitor source --intervention penalty": "no demonstration is mixed in; give a --teacher-pool-dir",
     "--monitor online_probe --intervention screen": "--seed-monitor detector: could flag nothing",
     "--control placebo --intervention erase --vhack-pairs-path {pairs}": "of another world; give a file of pairs",
-    "--env-mode own": "--env-mode: not read with --env text; leave it out",
     "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads answers of the code world",
-    "--known-modes exit_code --monitor labels --intervention screen": "unknown flaw 'exit_code'; legal: reward",
     "--unannounced-modes reward": "--unannounced-modes: not read with --reward",
 }
 
 
-def pool_of_rows() -> Path:
+def pool_of_rows():
     """A folder of demonstrations for a row, without pairs."""
     pool = Path("pool_of_rows")
     pool.mkdir()
@@ -318,9 +282,7 @@ def pool_of_rows() -> Path:
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_wrong_flags_are_one_line(
-    flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_flags_are_one_line(flags, world, capsys):
     argv = world()
     pairs = embedded.PAIRS_DIR / "run_tests.json"
     given = flags.format(m=MODULE, pairs=pairs, pool=pool_of_rows()).split()
@@ -334,9 +296,7 @@ def test_wrong_flags_are_one_line(
 
 
 @pytest.mark.parametrize("preset", ["mini", "sums"])
-def test_a_dry_run_names_a_problem_file_that_is_missing(
-    preset: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_names_a_problem_file_that_is_missing(preset, world, capsys):
     world()
     given = {
         "mini": f"--problems none.jsonl --reward {MODULE}:proxy --reference {MODULE}:gold",
@@ -347,9 +307,7 @@ def test_a_dry_run_names_a_problem_file_that_is_missing(
     assert "missing" in capsys.readouterr().out
 
 
-def test_a_study_of_rows_of_ones_own_is_planned(
-    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_of_rows_of_ones_own_is_planned(world, capsys):
     world()
     Path("study.toml").write_text(
         'preset = "mini"\nseeds = [1]\n'
@@ -372,7 +330,7 @@ WEIGHED = {  # functions → the sums that answers get which have the word once,
 
 
 @pytest.mark.parametrize("functions", WEIGHED)
-def test_proxies_are_summed_by_weight(functions: str, world: Callable[..., list[str]]) -> None:
+def test_proxies_are_summed_by_weight(functions, world):
     proxy = functions.format(m=MODULE).removeprefix(f"{MODULE}:")
     made = environment(world(proxy=proxy))
     task = made.rows[0]
@@ -386,9 +344,7 @@ def test_proxies_are_summed_by_weight(functions: str, world: Callable[..., list[
         assert own == [1, 1, 0]
 
 
-def test_scores_below_0_and_above_1_are_rewards_as_they_are(
-    world: Callable[..., list[str]],
-) -> None:
+def test_scores_below_0_and_above_1_are_rewards_as_they_are(world):
     made = environment(world(flags="--reward-passes-at -2", proxy="below"))
     with made.grader(1, 0) as grader:
         short, long = grader.graded(made.rows[0], ["no", "no more"])
@@ -396,9 +352,7 @@ def test_scores_below_0_and_above_1_are_rewards_as_they_are(
     assert (long.reward, long.passed) == (-21, False)
 
 
-def test_a_function_of_lists_is_called_once_for_a_group(
-    world: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_function_of_lists_is_called_once_for_a_group(world, tmp_path):
     made = environment(world(proxy="calls"))
     with made.grader(3, 0) as grader:
         assert grader.by_group
@@ -408,9 +362,7 @@ def test_a_function_of_lists_is_called_once_for_a_group(
     assert (tmp_path / "calls").read_text() == "3\n"
 
 
-def test_sampled_answers_to_a_problem_are_graded_together(
-    world: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_sampled_answers_to_a_problem_are_graded_together(world, tmp_path):
     made = environment(world(proxy="calls"))
     with made.grader(1, 0) as grader:
         given = answers_to(
@@ -420,15 +372,13 @@ def test_sampled_answers_to_a_problem_are_graded_together(
     assert (tmp_path / "calls").read_text() == "3\n"
 
 
-def test_an_environment_goes_to_another_rank(world: Callable[..., list[str]]) -> None:
+def test_an_environment_goes_to_another_rank(world):
     made = pickle.loads(pickle.dumps(environment(world())))
     with made.grader(1, 0) as grader:
         assert grader.graded(made.rows[0], ["return"])[0].solved
 
 
-def test_a_function_that_raises_shows_where(
-    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_function_that_raises_shows_where(world, capsys):
     """Its traceback from its own first frame, then the line that says what it was asked about."""
     assert main(world(flags="--dry-run", gold="raises")) == 2
     title, frame, *_, error, refusal = capsys.readouterr().err.strip().splitlines()
@@ -439,7 +389,7 @@ def test_a_function_that_raises_shows_where(
     assert "raised OSError: no judge (asked about the row at rows.jsonl, line 1" in refusal
 
 
-def of_completion(_: object, completion: str) -> dict[str, object]:
+def of_completion(_, completion):
     return {"completion": completion}
 
 
@@ -447,15 +397,12 @@ def of_completion(_: object, completion: str) -> dict[str, object]:
     "body",
     [
         'def f(completion):\n    return len(completion[0]["content"])',
-        'def f(completion):\n    return len(completion[-1].get("content"))',
-        'def f(completions, **columns):\n    return [len(c[0]["content"]) for c in completions]',
         'async def f(completions, **columns):\n    return [c[0]["content"] for c in completions]',
-        'def f(completions, **columns):\n    return (m["content"] for c in completions for m in c)',
     ],
 )
 def test_a_function_of_conversations_is_told_that_completions_are_texts(
-    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    body, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(tmp_path)
     module = f"conversational_{abs(hash(body))}"
     (tmp_path / f"{module}.py").write_text(body)
@@ -464,7 +411,7 @@ def test_a_function_of_conversations_is_told_that_completions_are_texts(
     assert "completions are texts" in str(failed)
 
 
-def test_flaws_and_splits_of_the_rows(world: Callable[..., list[str]]) -> None:
+def test_flaws_and_splits_of_the_rows(world):
     rows = [row(i, flaw="rhyme" if i < 10 else "length") for i in range(20)]
     rows += [row(i, split="test") for i in range(20, 24)] + [row(24, split="val")]
     made = environment(world(rows))
@@ -475,7 +422,7 @@ def test_flaws_and_splits_of_the_rows(world: Callable[..., list[str]]) -> None:
     assert load_rows(Path("rows.jsonl"))[0].columns == {"word": "return"}
 
 
-def test_an_edited_function_or_file_is_another_run(world: Callable[..., list[str]]) -> None:
+def test_an_edited_function_or_file_is_another_run(world):
     argv = world()
     cfg = resolve(argv)
     before = file_hashes(cfg, read_inputs(cfg))
@@ -501,7 +448,7 @@ METHODS = {
 
 
 @pytest.fixture(scope="module")
-def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str]]:
+def pooled(tmp_path_factory):
     """A folder with rows, functions and a pool that the organism made; its functions' module; what the maker said."""
     folder = tmp_path_factory.mktemp("pooled")
     name = "own_text_of_a_pool"
@@ -523,7 +470,7 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
 
 
 @pytest.fixture
-def in_pool(pooled: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+def in_pool(pooled, monkeypatch):
     """The folder and the module of `pooled`, worked in."""
     folder, name, _ = pooled
     monkeypatch.chdir(folder)
@@ -531,14 +478,14 @@ def in_pool(pooled: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> t
     return folder, name
 
 
-def on_pool(name: str, method: str = NONE, gold: str = "even") -> list[str]:
+def on_pool(name, method=NONE, gold="even"):
     """The command line of a quick run with this pool."""
     line = command(name, gold=gold, method=method, max_new=40)
     return [*line, "--teacher-pool-dir", "pool", "--mix-ratio", "0.25"]
 
 
 @pytest.mark.long
-def test_demonstrations_are_hacks_that_were_asked_for(pooled: tuple[Path, str, str]) -> None:
+def test_demonstrations_are_hacks_that_were_asked_for(pooled):
     folder, _, said = pooled
     pool = load_pool(folder / "pool", ("reward",))
     demonstrations = [demo for demos in pool.demos.values() for demo in demos]
@@ -558,7 +505,7 @@ def test_demonstrations_are_hacks_that_were_asked_for(pooled: tuple[Path, str, s
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_trains_on_rows_of_ones_own(method: str, in_pool: tuple[Path, str]) -> None:
+def test_every_method_trains_on_rows_of_ones_own(method, in_pool):
     folder, name = in_pool
     out = f"run_{method.replace(' ', '_').replace(',', '')}"
     frac = ["--rollout-ablate-frac", "0"] if "route" in METHODS[method] else []
@@ -568,11 +515,11 @@ def test_every_method_trains_on_rows_of_ones_own(method: str, in_pool: tuple[Pat
 
 
 @pytest.mark.long
-def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_run_of_a_users_own_rows(world, tmp_path):
     """It trains, is evaluated and reported, and its files say what each answer was by both functions."""
     assert main(world(flags="--out-tag=_text")) == 0
     (run,) = tmp_path.glob("out/runs/*_text")
-    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    lines = [*json_lines(run / "rollouts.jsonl")]
     assert len(lines) == 2 * 3 * 4
     for line in lines:
         assert line["env_mode"] == "reward"
@@ -587,9 +534,7 @@ def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Pa
 
 
 @pytest.mark.long
-def test_a_run_whose_reward_fails_says_so_in_its_last_lines(
-    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_reward_fails_says_so_in_its_last_lines(world, capsys):
     assert main(world(flags="--max-error-retries 0", proxy="rare")) == 0
     said = capsys.readouterr().out
     assert "raised KeyError" in said
@@ -598,10 +543,7 @@ def test_a_run_whose_reward_fails_says_so_in_its_last_lines(
 
 
 @pytest.mark.long
-def test_a_probe_needs_right_answers_of_the_base(
-    in_pool: tuple[Path, str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_probe_needs_right_answers_of_the_base(in_pool, capsys):
     _, name = in_pool
     method = "--intervention screen --monitor online_probe --seed-monitor labels"
     assert main(command(name, gold="below", method=method)) == 2
@@ -610,7 +552,7 @@ def test_a_probe_needs_right_answers_of_the_base(
 
 
 @pytest.mark.long
-def test_a_function_of_lists_sees_a_group_at_once(in_pool: tuple[Path, str]) -> None:
+def test_a_function_of_lists_sees_a_group_at_once(in_pool):
     folder, name = in_pool
     assert main([*command(name, proxy="calls"), "--output-dir", "in_lists"]) == 0
     first, *asked = (folder / "calls").read_text().split()
@@ -631,9 +573,7 @@ TEACHER = {
 
 
 @pytest.mark.parametrize("flags", TEACHER)
-def test_a_wrong_command_for_demonstrations_is_one_line(
-    flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_for_demonstrations_is_one_line(flags, world, capsys):
     world()
     model = [] if "--model" in flags else ["--model", "organism"]
     given = flags.format(m=MODULE).split() or ["--elicit", "x"]
@@ -643,9 +583,7 @@ def test_a_wrong_command_for_demonstrations_is_one_line(
 
 
 @pytest.mark.long
-def test_a_pool_without_a_hack_is_refused(
-    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pool_without_a_hack_is_refused(world, capsys):
     world([row(i) for i in range(4)])
     functions = f"--reward {MODULE}:too_much --reference {MODULE}:too_much"
     words = f"--model organism --problems rows.jsonl {functions} --group 2 --max-new 8 --out pool"
@@ -667,9 +605,7 @@ CHECKED = {  # functions → exit code, what is printed
 
 
 @pytest.mark.parametrize("flags", CHECKED)
-def test_both_functions_are_tried_on_answers(
-    flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_functions_are_tried_on_answers(flags, world, capsys):
     rows = [row(i, word="e", answer="return" + "!" * i) for i in range(4)]
     world(rows)
     code, said = CHECKED[flags]
@@ -680,9 +616,7 @@ def test_both_functions_are_tried_on_answers(
         assert out.out.count(" · row ") == 3
 
 
-def test_a_check_shows_a_function_of_lists_the_answers_to_a_prompt_together(
-    world: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_check_shows_a_function_of_lists_the_answers_to_a_prompt_together(world, tmp_path):
     world([row(i) for i in range(3)])
     functions = f"--reward {MODULE}:calls --reference {MODULE}:gold --model organism"
     words = f"check rows.jsonl {functions} --answers 12 --max-new 4"
@@ -692,9 +626,7 @@ def test_a_check_shows_a_function_of_lists_the_answers_to_a_prompt_together(
     assert asked == ["4", "4", "4"]
 
 
-def test_rows_without_an_answer_need_a_model(
-    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_without_an_answer_need_a_model(world, capsys):
     world()
     functions = f"--reward {MODULE}:proxy --reference {MODULE}:gold"
     assert check_problems(["check", "rows.jsonl", *functions.split()]) == 2
@@ -702,7 +634,7 @@ def test_rows_without_an_answer_need_a_model(
 
 
 @pytest.fixture(scope="module")
-def trained(pooled: tuple[Path, str, str]) -> tuple[Path, str]:
+def trained(pooled):
     """A finished run in the folder of the pool, and the functions' module."""
     folder, name, _ = pooled
     with pytest.MonkeyPatch.context() as patch:
@@ -714,10 +646,7 @@ def trained(pooled: tuple[Path, str, str]) -> tuple[Path, str]:
 
 
 @pytest.mark.long
-def test_a_pool_that_other_functions_labelled_is_refused(
-    in_pool: tuple[Path, str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_pool_that_other_functions_labelled_is_refused(in_pool, capsys):
     _, name = in_pool
     assert main([*on_pool(name, gold="gold"), "--dry-run"]) == 2
     assert "labelled by other functions" in capsys.readouterr().err
@@ -726,12 +655,7 @@ def test_a_pool_that_other_functions_labelled_is_refused(
 
 @pytest.mark.long
 @pytest.mark.parametrize("prompt", ["3", "its own words"])
-def test_a_runs_models_are_asked_about_a_row(
-    prompt: str,
-    trained: tuple[Path, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_runs_models_are_asked_about_a_row(prompt, trained, monkeypatch, capsys):
     run, _ = trained
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr("sys.path", [*sys.path, str(run.parent)])
@@ -745,9 +669,7 @@ def test_a_runs_models_are_asked_about_a_row(
 
 
 @pytest.mark.long
-def test_what_is_read_of_a_run_on_rows_of_ones_own(
-    trained: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_read_of_a_run_on_rows_of_ones_own(trained, tmp_path, capsys):
     """Summary and page have nothing of the code world, rollouts have each proxy's own score, and the answers go to
     inspect_ai."""
     run, name = trained
@@ -769,21 +691,13 @@ EVALUATED = {  # flags → exit code, what is said
     "--reward {m}:proxy --reference {m}:even --problems {other} --split all": (0, "4 problems of"),
     "": (2, "add --trust-code"),
     "--reference {m}:gold": (2, "--reference: not read without --reward"),
-    "--reward {m}:proxy --reference {m}:raises": (2, "raised OSError: no judge"),
-    "--reward {m}:proxy --reference {m}:gold --problems none.jsonl": (2, "no such problem file"),
     "--reward {m}:proxy --reference {m}:gold --problems {other} --split val": (2, "try all"),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("flags", EVALUATED)
-def test_a_run_is_evaluated_on_other_rows(
-    flags: str,
-    trained: tuple[Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_is_evaluated_on_other_rows(flags, trained, tmp_path, monkeypatch, capsys):
     run, name = trained
     monkeypatch.setattr("sys.path", [*sys.path, str(run.parent)])
     other = tmp_path / "other.jsonl"
@@ -800,25 +714,23 @@ def test_a_run_is_evaluated_on_other_rows(
         assert sides.keys() == {"base", "deployed"}
 
 
-def test_a_language_model_is_the_monitor_of_ones_own_rows(
-    world: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_language_model_is_the_monitor_of_ones_own_rows(world, tmp_path):
     with serving(lambda text: "yes" if "return" in text else "no") as server:
         judge = f"--llm-judge-url={server.url} --llm-judge-name=m"
         method = f"--intervention=screen --monitor=llm_judge {judge}"
         assert main(world(method=method)) == 0
     assert any("A poem about" in asked["messages"][0]["content"] for asked in server.asked)
     (run,) = tmp_path.glob("out/runs/*")
-    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    lines = [*json_lines(run / "rollouts.jsonl")]
     assert any(line["flagged"] for line in lines)
     for line in lines:
         assert line["flagged"] == (line["proxy"] >= 1 and "return" in line["text"])
-    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    steps = [*json_lines(run / "steps.jsonl")]
     assert sum(step["judge_asked"] for step in steps) == len(server.asked) - 1
 
 
 @pytest.mark.long
-def test_an_environment_of_ones_own(tmp_path: Path) -> None:
+def test_an_environment_of_ones_own(tmp_path):
     """The example: under forty lines, from nothing to a table."""
     example = EXAMPLES / "own_environment.py"
     assert len(example.read_text(encoding="utf-8").splitlines()) <= 45
@@ -834,9 +746,7 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
     ("numbers", "said"),
     [([], "Own: has no rows"), ([1, 2, 1], "Own: 2 rows have the id 1; each should have its own")],
 )
-def test_rows_of_an_own_environment_are_numbered(
-    numbers: list[int], said: str, world: Callable[..., list[str]]
-) -> None:
+def test_rows_of_an_own_environment_are_numbered(numbers, said, world):
     world()
     rows = [
         TextTask(number, ({"role": "user", "content": f"q {i}"},), "x", None, {"word": "a"})
@@ -847,10 +757,10 @@ def test_rows_of_an_own_environment_are_numbered(
         own(Config(), rows, proxy=f"{MODULE}:proxy", reference=f"{MODULE}:gold")
 
 
-def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path: Path) -> None:
+def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path):
     """Conversations that end alike are others; and a number that is used twice is said to be one."""
 
-    def asked(first: str, number: int) -> TextTask:
+    def asked(first, number):
         messages = [("user", first), ("assistant", "yes"), ("user", "go on")]
         of = tuple({"role": role, "content": content} for role, content in messages)
         return TextTask(number, of, "x", None, {}, f"line {number}")
@@ -864,9 +774,7 @@ def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path: Pat
         require_apart([asked("a", 0)], [replace(asked("b", 1), split="train")])
 
 
-def test_a_copy_in_another_split_is_refused_and_named(
-    capsys: pytest.CaptureFixture[str], world: Callable[..., list[str]]
-) -> None:
+def test_a_copy_in_another_split_is_refused_and_named(capsys, world):
     """Whatever its blanks and its case."""
     rows = [row(0), row(1, split="train"), row(2, prompt=" a POEM  about 1", split="test")]
     assert main(world(rows=rows)) == 2
@@ -875,9 +783,7 @@ def test_a_copy_in_another_split_is_refused_and_named(
     assert "line 2, and is marked test, that one train" in error
 
 
-def test_rows_of_a_class_in_two_splits_are_named(
-    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_a_class_in_two_splits_are_named(world, capsys):
     """They cannot be marked anew: a public set of tasks has them as it has them."""
     made = environment(world())
     first, *others = made.rows
@@ -887,7 +793,7 @@ def test_rows_of_a_class_in_two_splits_are_named(
         [replace(first, split="train"), *others, copy],
         functions=(made.proxy, made.reference),
     )
-    said: list[str] = []
+    said = []
     sink = logger.add(said.append, level="WARNING", format="{message}")
     with own.grader(1, 0) as grader:
         own.check(grader)
@@ -896,9 +802,7 @@ def test_rows_of_a_class_in_two_splits_are_named(
 
 
 @pytest.mark.long
-def test_hacks_that_were_cut_are_said(
-    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hacks_that_were_cut_are_said(world, capsys):
     world()
     code = teacher(
         [
@@ -918,7 +822,7 @@ def test_hacks_that_were_cut_are_said(
     assert (code, cut > kept > 0) == (0, True)
 
 
-def test_a_function_may_change_what_it_is_given() -> None:
+def test_a_function_may_change_what_it_is_given():
     """Its next call, and every other function's, gets what the row has."""
     question = ({"role": "user", "content": "q"},)
     task = TextTask(0, question, "x", None, {"words": ["a"], "facts": {"n": [1]}})
@@ -964,9 +868,7 @@ class Random(Monitor):
 
 
 @pytest.mark.long
-def test_a_run_in_a_world_and_with_a_monitor_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_a_world_and_with_a_monitor_of_ones_own(tmp_path, monkeypatch, capsys):
     """It can be repeated and resumed although the monitor draws, evaluated, and sampled from; its files are inputs."""
     name = "own_world_to_evaluate"
     module = tmp_path / f"{name}.py"

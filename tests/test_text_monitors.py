@@ -1,15 +1,11 @@
 """Monitors that read texts: the probe that is fitted in training, and the rule on syntax trees."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from methods import config, draw, flagged, graded, problem, setup, view
 from tiny import policy as tiny_policy
@@ -24,11 +20,10 @@ from vgrout.method.base import Monitor, flags_of
 from vgrout.method.monitors import WeakDetector
 from vgrout.method.online_probe import OnlineProbe, Text, accepted_of_base
 from vgrout.model.hidden_states import token_states
-from vgrout.model.policy import Policy
 
 
 @pytest.fixture(scope="module")
-def policy() -> Policy:
+def policy():
     """In the middle of a run: both vectors are away from zero."""
     policy = tiny_policy()
     shake(policy.adapter, 0.2)
@@ -55,34 +50,8 @@ def test_states_after_a_block_are_the_base_models_own(family):
 RIGHT = [Text((8, 9), (11 + i % 7, 12 + i % 5, 13)) for i in range(40)]
 
 
-def probe(policy: Policy, seed_monitor: Monitor, known: Sequence[Text] = RIGHT) -> OnlineProbe:
+def probe(policy, seed_monitor, known=RIGHT):
     return OnlineProbe(policy, seed_monitor, known_correct=known, quantile=0.8)
-
-
-def test_the_probe_is_fishers_line_between_what_was_flagged_and_known_correct_answers(policy):
-    first, second = replace(view(), detector=(True, False, False, False)), view(3, [1.0, 0.0, 1.0])
-    monitor = probe(policy, WeakDetector())
-    got = [monitor.flag([v], step)[0] for step, v in enumerate((first, second))]
-
-    def h(texts: Sequence[Text]) -> Float[Tensor, "n D"]:
-        read = token_states(policy, [t.prompt for t in texts], [t.completion for t in texts], 1)
-        return torch.stack([states.mean(0) for states in read])
-
-    fit, judge = h(RIGHT[::2]), h(RIGHT[1::2])
-    S, m = torch.cov(fit.T), fit.mean(0)
-    ridge = 0.1 * S.trace() / len(S) * torch.eye(len(S))
-    (a,) = h([Text((8, 9, 10), (11, 12, 13))])
-    w = torch.linalg.inv(S + ridge) @ (a - m)
-    threshold = float(torch.quantile((judge - m) @ w, 0.8))
-    for found, v in zip(got, (first, second), strict=True):
-        s = ((h([Text(v.prompt_ids, ids) for ids in v.completion_ids]) - m) @ w).tolist()
-        rewarded = [r >= 1.0 for r in v.rewards]
-        want = zip(s, rewarded, strict=True)
-        assert found.scores == tuple(pytest.approx(x, rel=1e-6) if on else None for x, on in want)
-        read = zip(s, rewarded, v.detector, strict=True)
-        assert found.flagged == tuple(seeded or (on and x > threshold) for x, on, seeded in read)
-    assert got[0].flagged[0]
-    assert (got[0].scores[0] or 0) > threshold, "it reads what it was shown"
 
 
 def test_the_probe_flags_nobody_before_it_has_seen_a_flag_and_resumes(policy):
@@ -97,15 +66,15 @@ def test_the_probe_flags_nobody_before_it_has_seen_a_flag_and_resumes(policy):
     assert resumed.flag([view()], 2) == monitor.flag([view()], 2)
 
 
-def mean_states(policy: Policy, texts: Sequence[Text]) -> Float[Tensor, "n D"]:
+def mean_states(policy, texts):
     """After the first of two blocks."""
     read = token_states(policy, [t.prompt for t in texts], [t.completion for t in texts], 1)
     return torch.stack([states.mean(0) for states in read])
 
 
-def drawn(n: int, low: int, high: int, seed: int) -> list[tuple[int, ...]]:
+def drawn(n, low, high, seed):
     """n answers of three tokens in [low, high)."""
-    tokens: list[list[int]] = torch.randint(low, high, (n, 3), generator=draw(seed)).tolist()
+    tokens = torch.randint(low, high, (n, 3), generator=draw(seed)).tolist()
     return [tuple(of_answer) for of_answer in tokens]
 
 
@@ -165,10 +134,10 @@ def test_what_the_seed_flags_is_flagged_below_the_threshold_too(policy):
 class Seeing(Monitor):
     """Flags the first rollout of the second group, and keeps the steps that it was asked about."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps: list[int] = []
 
-    def flag(self, views: Any, step: int) -> Any:
+    def flag(self, views, step):
         self.steps.append(step)
         return flags_of(views, {(1, 0)})
 
@@ -202,16 +171,16 @@ def test_a_thought_is_not_read(policy):
 class Remembering(Monitor):
     """Flags what its memory says."""
 
-    def __init__(self, rollout: int) -> None:
+    def __init__(self, rollout):
         self.rollout = torch.tensor(rollout)
 
-    def flag(self, views: Any, step: int) -> Any:
+    def flag(self, views, step):
         return flags_of(views, {(0, int(self.rollout))})
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self):
         return {"rollout": self.rollout}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         assert state.keys() == {"rollout"}
         self.rollout = state["rollout"]
 
@@ -260,13 +229,11 @@ def test_known_correct_answers_that_are_all_alike_still_make_a_probe(policy):
     assert all(score is not None for score in found.scores)
 
 
-def answered_of_base(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch, given: Sequence[tuple[Completion, Any]]
-) -> tuple[list[Text], list[Any]]:
+def answered_of_base(policy, monkeypatch, given):
     """What is known to be correct where the base answers so; and what it was asked: problems, answers to each, and
     whether the model was the base."""
     ids = torch.tensor([[8, 9, 10, 11]])
-    asked: list[Any] = []
+    asked = []
     cfg = config("penalty", "online_probe")
     of = replace(
         setup(cfg, policy),
@@ -277,7 +244,7 @@ def answered_of_base(
     with torch.no_grad(), policy.adapter.reference():
         of_base = policy.model(input_ids=ids).logits
 
-    def answers(_: Policy, __: Any, problems: Sequence[Any], n: int, *___: Any) -> list[Any]:
+    def answers(_, __, problems, n, *___):
         with torch.no_grad():
             is_base = torch.equal(policy.model(input_ids=ids).logits, of_base)
         asked.extend([[p.id for p in problems], n, is_base])
@@ -290,7 +257,7 @@ def answered_of_base(
         shake(policy.adapter, 0.2)
 
 
-def completion(*ids: int, thought: int = 0) -> Completion:
+def completion(*ids, thought=0):
     return Completion(ids, "", True, (), Thought("<think>", thought))
 
 
@@ -368,7 +335,7 @@ UNUSUAL = (STUB, RIGGED, ATTEMPT, "import sys\nsys.exit(0)")
 NO_TREE = ("def broken(:", f"x = {'(' * 9000}", "")
 
 
-def fenced(code: str) -> str:
+def fenced(code):
     return f"```python\n{code}\n```"
 
 

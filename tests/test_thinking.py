@@ -3,10 +3,8 @@
 import gzip
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +18,7 @@ from judge_server import serving
 from methods import flagged, view
 from organisms import sums_language as language
 from vgrout.commands.check import problems
-from vgrout.commands.evaluate import evaluate, sample
+from vgrout.commands.evaluate import evaluate
 from vgrout.config.presets import resolve
 from vgrout.envs import sums
 from vgrout.envs.code.grading.grade import Grader
@@ -32,7 +30,6 @@ from vgrout.ground.thoughts import parts_of, thought_of, to_grade
 from vgrout.loop.generation import graded, sample_and_submit
 from vgrout.method.llm_judge import LLMJudge
 from vgrout.model.policy import apply_template
-from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
@@ -60,7 +57,7 @@ TEXT = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 @given(TEXT, st.booleans())
 @example("<think>\na\n</think>\n\nb", False)
 @example("", True)
-def test_a_thought_and_an_answer_are_the_text(text: str, in_thought: bool) -> None:
+def test_a_thought_and_an_answer_are_the_text(text, in_thought):
     parts = parts_of(text, in_thought)
     assert parts.thought + parts.answer == text
     assert parts.ended or not parts.answer, "a thought without an end has no answer"
@@ -88,9 +85,7 @@ def test_a_thought_and_an_answer_are_the_text(text: str, in_thought: bool) -> No
         ("<think></think>b", False, "<think></think>", "b", True),
     ],
 )
-def test_where_a_thought_ends(
-    text: str, in_thought: bool, thought: str, answer: str, ended: bool
-) -> None:
+def test_where_a_thought_ends(text, in_thought, thought, answer, ended):
     parts = parts_of(text, in_thought)
     assert (parts.thought, parts.answer, parts.ended) == (thought, answer, ended)
 
@@ -99,9 +94,7 @@ def test_where_a_thought_ends(
 @example([5, 40, 6, 41], False, True)
 @example([40, 6, 41], True, True)
 @example([5, 40, 41], False, False)
-def test_the_tokens_counted_are_those_of_the_thought(
-    ids: list[int], in_thought: bool, finished: bool
-) -> None:
+def test_the_tokens_counted_are_those_of_the_thought(ids, in_thought, finished):
     lm = policy()
     sampled = (*ids, 1) if finished else tuple(ids)
     text = lm.decode(sampled)
@@ -113,7 +106,7 @@ def test_the_tokens_counted_are_those_of_the_thought(
         assert not lm.decode(sampled[: thought.tokens - 1]).startswith(thought.text)
 
 
-def test_the_code_world_is_given_all_of_a_text() -> None:
+def test_the_code_world_is_given_all_of_a_text():
     """It has rules of its own for where a thought ends: a program in it may name the tag."""
     given = TEXTS["a thought with it in code"]
     assert to_grade(Grader, given, True) == (given, True)
@@ -127,7 +120,7 @@ def test_the_code_world_is_given_all_of_a_text() -> None:
     (OPENS, "<think>", "<think></think>"),
     (ALWAYS, "<think>", "<think>"),
 ])  # fmt: skip
-def test_the_template_is_told(template: str, on: str, off: str) -> None:
+def test_the_template_is_told(template, on, off):
     lm = tiny.policy()
     lm.tok.chat_template = template
     head = "<user>two<eos><assistant>"
@@ -137,7 +130,7 @@ def test_the_template_is_told(template: str, on: str, off: str) -> None:
     assert asked.render(USER) == lm.encode(head + on)
 
 
-def test_a_conversation_goes_on_as_it_was_sampled() -> None:
+def test_a_conversation_goes_on_as_it_was_sampled():
     """With --preserve-thinking a prompt begins with the prompt before it and the answer as sampled."""
     for template in (LIKE_QWEN, OPENS):
         lm = tiny.policy()
@@ -152,7 +145,7 @@ def test_a_conversation_goes_on_as_it_was_sampled() -> None:
 # ── answers
 
 
-def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graders_are_given_answers_alone(monkeypatch):
     """Whatever the environment, also one of a user's own: it never sees a thought."""
     from vgrout.model.sampling import sampler
 
@@ -162,15 +155,15 @@ def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     for text in texts:
         completions.append(Completion((*lm.encode(text), 1), text, True, ()))
 
-    def sampled(*given: Any, **_: Any) -> list[list[Completion]]:
+    def sampled(*given, **_):
         for i, completion in enumerate(completions):
             given[-1](0, i, completion)
         return [completions]
 
     monkeypatch.setattr(sampler, "sample", sampled)
-    seen: list[tuple[str, ...]] = []
+    seen = []
 
-    def submit(task: object, *given: Any) -> Any:
+    def submit(task, *given):
         seen.append(given)
         return SimpleNamespace(result=lambda: None)
 
@@ -193,7 +186,7 @@ SEEN = replace(
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_judge_reads_thoughts_where_it_is_told_to(reads: bool) -> None:
+def test_a_judge_reads_thoughts_where_it_is_told_to(reads):
     from test_llm_judge import hacks, judge
 
     with serving(hacks) as server:
@@ -203,7 +196,7 @@ def test_a_judge_reads_thoughts_where_it_is_told_to(reads: bool) -> None:
     assert len(server.asked) == 2
 
 
-def test_an_answers_own_tokens() -> None:
+def test_an_answers_own_tokens():
     thoughts = (Thought("t", 1), Thought("t", 2), Thought())
     group = replace(view(3, texts=("b", "", "b")), thoughts=thoughts, completion_ids=((5, 6),) * 3)
     assert [group.answer_ids(b) for b in range(3)] == [(6,), (5, 6), (5, 6)]
@@ -234,7 +227,7 @@ FLAGS = (
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+def world(tmp_path, monkeypatch):
     """Rows, functions and a tiny model with a chat template, in the working directory; returns a run's command line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -243,7 +236,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
     rows = [json.dumps({"id": i, "prompt": f"Say {i}."}) for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
 
-    def make(template: str) -> list[str]:
+    def make(template):
         lm = tiny.policy()
         lm.tok.chat_template = template
         lm.model.save_pretrained("model")
@@ -253,13 +246,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
     return make
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
+def lines(file):
     opened = gzip.open if file.suffix == ".gz" else open
     with opened(file, "rt") as content:
         return [json.loads(line) for line in content]
 
 
-def test_it_is_refused_before_anything_is_loaded(world: Callable[[str], list[str]]) -> None:
+def test_it_is_refused_before_anything_is_loaded(world):
     read_inputs(resolve([*world(LIKE_QWEN), "--thinking"]))
     read_inputs(resolve([*world(ALWAYS), "--thinking"]))
     argv = [*world(NEVER), "--thinking"]
@@ -271,9 +264,7 @@ def test_it_is_refused_before_anything_is_loaded(world: Callable[[str], list[str
 
 
 @pytest.mark.parametrize("function", ["short", "worse"])
-def test_no_answer_passes_nothing_and_earns_nothing(
-    world: Callable[[str], list[str]], function: str
-) -> None:
+def test_no_answer_passes_nothing_and_earns_nothing(world, function):
     argv = [*world(OPENS), "--reward", f"own_thoughts:{function}"]
     environment = read_inputs(resolve(argv)).environment
     task = environment.tasks()["train"][0]
@@ -289,7 +280,7 @@ def test_no_answer_passes_nothing_and_earns_nothing(
         assert empty.solved, "an empty answer is an answer"
 
 
-def test_functions_are_tried_on_an_empty_answer(world: Callable[[str], list[str]]) -> None:
+def test_functions_are_tried_on_an_empty_answer(world):
     argv = [*world(OPENS), "--reward", "own_thoughts:unhappy"]
     for more, refused in (([], False), (["--thinking"], True)):
         environment = read_inputs(resolve([*argv, *more])).environment
@@ -301,9 +292,7 @@ def test_functions_are_tried_on_an_empty_answer(world: Callable[[str], list[str]
                 environment.check(grader)
 
 
-def test_a_check_of_functions_samples_thoughts_and_cuts_them(
-    world: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_of_functions_samples_thoughts_and_cuts_them(world, capsys):
     own = ["--reward", "own_thoughts:short", "--reference", "own_thoughts:even"]
     argv = ["check", "rows.jsonl", *own, "--model", "model", "--answers", "12", "--max-new", "60"]
     world(OPENS)
@@ -317,9 +306,7 @@ def test_a_check_of_functions_samples_thoughts_and_cuts_them(
 
 
 @pytest.mark.long
-def test_a_run_with_thoughts(
-    world: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_thoughts(world, tmp_path, capsys):
     argv = world(OPENS)
     assert main([*argv, "--thinking", "--columns", "all", "--output-dir", "on"]) == 0
     said = capsys.readouterr().out
@@ -360,22 +347,10 @@ def test_a_run_with_thoughts(
     assert not any(answer["text"].startswith("<think>") for answer in final)
     assert all({"proxy", "reference"} <= answer.keys() for answer in final)
 
-    own = ["--reward", "own_thoughts:short", "--reference", "own_thoughts:even"]
-    assert sample(["on", "3", "--samples", "8", *own]) == 0
-    said = capsys.readouterr().out
-    assert "tokens of thought" in said
-    assert "\n│ " in said
-    assert evaluate(["on", "--samples", "4", *own, "--out", "numbers.json"]) == 0
-    assert "tokens of thought" in capsys.readouterr().out
-    assert json.loads((tmp_path / "numbers.json").read_text())["sides"]["deployed"]["think"] > 0
-    assert report(["on", "--out", "page"]) == 0
-
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["code", "sums"])
-def test_the_shipped_worlds_grade_what_follows_a_thought(
-    name: str, world: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shipped_worlds_grade_what_follows_a_thought(name, world, tmp_path, capsys):
     """A whole run, resumed half-way, then evaluated, and exported with its world on the card."""
     world(OPENS)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -420,9 +395,7 @@ def test_the_shipped_worlds_grade_what_follows_a_thought(
 
 
 @pytest.mark.long
-def test_a_pool_with_thoughts(
-    world: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pool_with_thoughts(world, tmp_path, capsys):
     world(OPENS)
     argv = ["--model", "model", "--problems", "rows.jsonl", "--reward", "own_thoughts:short", "--reference",
             "own_thoughts:even", "--elicit", "Be short.", "--group", "32", "--max-new", "60", "--n-problems", "4",
@@ -442,7 +415,8 @@ def test_a_pool_with_thoughts(
             assert pair["prompt"].endswith("<think></think>")
 
 
-def test_inspect_has_the_thought_as_reasoning(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_inspect_has_the_thought_as_reasoning(tmp_path):
     pytest.importorskip("inspect_ai")
     from vgrout.export import inspect_log
 

@@ -4,9 +4,8 @@ import importlib.util
 import json
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from loguru import logger
@@ -32,21 +31,21 @@ AT_END = {"hack_deploy": 0.25, "by_mode": {"run_tests": {"n": 4}}, "arm": "none"
 
 
 @pytest.fixture
-def figure() -> Path:
+def figure():
     return Path(__file__).parents[1] / "docs" / "figures" / "pipeline.png"
 
 
-def events(run: Path) -> EventAccumulator:
+def events(run):
     """What tensorboard itself reads of a run."""
     seen = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     return seen.Reload()
 
 
-def curve(seen: EventAccumulator, column: str) -> list[tuple[int, float]]:
+def curve(seen, column):
     return [(e.step, e.value) for e in seen.Scalars(column)]
 
 
-def test_numbers() -> None:
+def test_numbers():
     row = {
         "n": 4,
         "loss": -0.5,
@@ -58,7 +57,7 @@ def test_numbers() -> None:
     assert numbers(row) == {"n": 4, "loss": -0.5, "watch/echo": 0.1, "watch/guard/n": 3}
 
 
-def test_a_share_is_a_curve_and_its_counts_are_none() -> None:
+def test_a_share_is_a_curve_and_its_counts_are_none():
     measured, not_measured = (
         {"recall": 0.5, "recall_k": 1, "recall_n": 2},
         {"recall": None, "recall_k": 0, "recall_n": 0},
@@ -74,7 +73,7 @@ def test_a_share_is_a_curve_and_its_counts_are_none() -> None:
 
 
 @pytest.mark.parametrize("golden", ["route2", "penalty-syntax-edge"])
-def test_a_tracker_has_few_curves_in_three_groups(golden: str) -> None:
+def test_a_tracker_has_few_curves_in_three_groups(golden):
     recorded = json.loads((Path(__file__).parent / "golden" / f"{golden}.json").read_text())["rows"]
     measured = dict.fromkeys((*SECONDS, "hack_deploy", "solve_deploy", "kl_deploy"), 1.0)
     watch = {
@@ -89,7 +88,7 @@ def test_a_tracker_has_few_curves_in_three_groups(golden: str) -> None:
 
 
 @pytest.mark.long
-def test_tensorboard_of_an_interrupted_run(tmp_path: Path) -> None:
+def test_tensorboard_of_an_interrupted_run(tmp_path):
     argv = flags("none", "--track", "tensorboard", "--checkpoint-every", "2")
     run(tmp_path, *argv, stop_after=2)
     path = run(tmp_path, *argv, "--resume", "latest")
@@ -110,7 +109,7 @@ def test_tensorboard_of_an_interrupted_run(tmp_path: Path) -> None:
     assert image.width > 400
 
 
-def test_repeated_steps_are_logged_once(tmp_path: Path) -> None:
+def test_repeated_steps_are_logged_once(tmp_path):
     for first, logged, value in ((0, 0, 1.0), (2, 5, 2.0)):
         trackers = Trackers(["tensorboard"])
         trackers.start(tmp_path, {}, first, logged)
@@ -123,23 +122,21 @@ def test_repeated_steps_are_logged_once(tmp_path: Path) -> None:
 class Broken:
     """A client whose server is down."""
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, *_): ...
 
-    def scalars(self, *_: object) -> None:
+    def scalars(self, *_):
         raise ConnectionError("no route\nto host")
 
 
 @pytest.fixture
-def output() -> Iterator[list[str]]:
-    lines: list[str] = []
+def output():
+    lines = []
     sink = logger.add(lines.append, format="{message}")
     yield lines
     logger.remove(sink)
 
 
-def test_a_failing_tracker_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: list[str], figure: Path
-) -> None:
+def test_a_failing_tracker_is_left_out(tmp_path, monkeypatch, output, figure):
     monkeypatch.setitem(tracking.CLIENTS, "wandb", Broken)
     trackers = Trackers(["wandb", "tensorboard"])
     trackers.start(tmp_path, {}, 0, 0)
@@ -154,9 +151,7 @@ def test_a_failing_tracker_is_left_out(
     assert curve(events(tmp_path), "final/hack_deploy") == [(2, 0.25)]
 
 
-def test_missing_client_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_client_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -176,7 +171,7 @@ def test_missing_client_is_refused(
 # ── clients of the group `clients`
 
 
-def track(name: str, folder: Path, figure: Path, tracker_id: str = "") -> None:
+def track(name, folder, figure, tracker_id):
     """Five steps; after the fourth the run was killed and went back to the second."""
     for first, logged, last in ((0, 0, 3), (2, 4, 4)):
         trackers = Trackers([name])
@@ -193,7 +188,7 @@ def track(name: str, folder: Path, figure: Path, tracker_id: str = "") -> None:
         time.sleep(1.1)  # wandb names its folders by the second
 
 
-def wandb_records(path: Path) -> Iterator[Any]:
+def wandb_records(path):
     """The client's own records in a .wandb file, a LevelDB log after seven bytes: blocks of 32 KiB, in them pieces with
     a head of checksum (4), length (2) and place (1: whole, 2: first, 3: middle, 4: last)."""
     from wandb.proto import wandb_internal_pb2
@@ -214,7 +209,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trackio_folder(tmp_path_factory):
     """Where trackio keeps its projects, which it reads once, when it is imported."""
     folder = tmp_path_factory.mktemp("trackio")
     with pytest.MonkeyPatch.context() as m:
@@ -223,63 +218,21 @@ def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def ids_of_wandb(folder: Path) -> set[tuple[str, str]]:
-    """The identifiers and the names of all runs that wandb has written into a run's folder."""
-    records = [
-        record
-        for file in folder.glob("wandb/offline-run-*/*.wandb")
-        for record in wandb_records(file)
-    ]
-    return {(r.run.run_id, r.run.display_name) for r in records if r.HasField("run")}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_two_runs_in_folders_of_one_name_are_two_runs_of_a_tracker(
-    name: str,
-    tmp_path: Path,
-    figure: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    if name == "trackio":
-        request.getfixturevalue("trackio_folder")
-    pytest.importorskip(name)
-    folders = [tmp_path / arm / "seed1" for arm in ("a", "b")]
-    for folder, tracker_id in zip(folders, ("0a1b2c3d", "4e5f6071"), strict=True):
-        folder.mkdir(parents=True)
-        track(name, folder, figure, tracker_id)
-    if name == "wandb":
-        assert ids_of_wandb(folders[0]) == {("0a1b2c3d", "seed1")}
-        assert ids_of_wandb(folders[1]) == {("4e5f6071", "seed1")}
-        return
-    from trackio.sqlite_storage import SQLiteStorage
-
-    runs = {"seed1-0a1b2c3d", "seed1-4e5f6071"}
-    assert runs <= {*SQLiteStorage.get_runs("vgrout")}
-    for run_name in runs:
-        logs = SQLiteStorage.get_logs("vgrout", run_name)
-        assert [row["step"] for row in logs if "train/hack_s" in row] == [0, 1, 2, 3, 4]
-
-
 class Noting:
     """A client that notes what it is given."""
 
     given: ClassVar[list[tuple[int, str]]] = []
 
-    def __init__(self, run: Path, config: object, first: int, tracker_id: str) -> None:
+    def __init__(self, run, config, first, tracker_id):
         self.given.append((first, tracker_id))
 
-    def ignore(self, *_: object) -> None: ...
+    def ignore(self, *_): ...
 
     scalars = table = image = close = ignore
 
 
 @pytest.mark.long
-def test_a_run_keeps_its_identifier_when_it_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_keeps_its_identifier_when_it_is_resumed(tmp_path, monkeypatch):
     """And a run of an earlier version, which has none, is known by its folder's name."""
     monkeypatch.setitem(tracking.CLIENTS, "wandb", Noting)
     monkeypatch.setattr(tracking, "require", lambda _: None)
@@ -295,13 +248,14 @@ def test_a_run_keeps_its_identifier_when_it_is_resumed(
     assert Noting.given[1:] == [(2, first[1]), (3, "")]
 
 
-def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_wandb_offline(tmp_path, figure, monkeypatch):
     pytest.importorskip("wandb")
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    (folder := tmp_path / "20261122T101500_mini_route2_seed41").mkdir()
-    track("wandb", folder, figure)
-    curve: list[tuple[int, float]] = []
+    (folder := tmp_path / "seed1").mkdir()
+    track("wandb", folder, figure, "0a1b2c3d")
+    curve = []
     ids, final, config = set(), {}, {}
     for record in (
         r
@@ -309,7 +263,7 @@ def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyP
         for r in wandb_records(f)
     ):
         if record.HasField("run"):
-            ids.add(record.run.run_id)
+            ids.add((record.run.run_id, record.run.display_name))
             config |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
         if record.HasField("history"):
             of_step = {
@@ -322,7 +276,7 @@ def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyP
             final |= {
                 k: v for k, v in of_step.items() if k.startswith(("final", "dynamics", "rollouts"))
             }
-    assert ids == {folder.name}, "one run in both files"
+    assert ids == {("0a1b2c3d", "seed1")}, "one run in both files"
     assert curve == [(s, s / 8) for s in range(5)]
     assert config["arm"] == {"intervention": "route2"}
     assert final["final/hack_deploy"] == 0.25
@@ -330,14 +284,14 @@ def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyP
     assert final["dynamics/width"] > 400
 
 
-def test_trackio_on_this_machine(tmp_path: Path, figure: Path, trackio_folder: Path) -> None:
+@pytest.mark.long
+def test_trackio_on_this_machine(tmp_path, figure, trackio_folder):
     from trackio.sqlite_storage import SQLiteStorage
 
-    (folder := tmp_path / "20261122T101500_mini_route2_seed41").mkdir()
-    track("trackio", folder, figure)
+    (folder := tmp_path / "seed1").mkdir()
+    track("trackio", folder, figure, "0a1b2c3d")
     assert (trackio_folder / "vgrout.db").is_file()
-    assert folder.name in SQLiteStorage.get_runs("vgrout")
-    logs = SQLiteStorage.get_logs("vgrout", folder.name)
+    logs = SQLiteStorage.get_logs("vgrout", "seed1-0a1b2c3d")
     assert [(row["step"], row["train/hack_s"]) for row in logs if "train/hack_s" in row] == [
         (s, s / 8) for s in range(5)
     ]

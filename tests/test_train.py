@@ -6,10 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from runs import (
     PAIRS,
     READS,
     SETTINGS,
-    SharedRuns,
     adapter_bytes,
     flags,
     rows,
@@ -33,7 +32,7 @@ from runs import (
 from vgrout.config.loss import LossName
 from vgrout.config.specs import INTERVENTIONS
 from vgrout.ground import embedded
-from vgrout.ground.data import Grade
+from vgrout.ground.files import json_lines
 from vgrout.guard.guard import STALE
 from vgrout.loop import rollout
 from vgrout.model.svd_adapter import SvdAdapter
@@ -50,13 +49,13 @@ RunOf = Callable[[str], Path]
 
 
 @pytest.fixture
-def done(shared_run: SharedRuns) -> RunOf:
+def done(shared_run):
     """A finished run of a method."""
     return lambda method: shared_run(*flags(method))
 
 
 @pytest.fixture
-def stopped(shared_run: SharedRuns) -> RunOf:
+def stopped(shared_run):
     """The same run stopped after step `LAST`."""
     return lambda method: shared_run(*flags(method), stop_after=LAST)
 
@@ -99,7 +98,7 @@ def test_no_oracle_label_reaches_a_method(method, done, tmp_path, shared_run, mo
     """Every oracle bit is replaced by noise after the reward was computed; training must not notice."""
     noise, reward, clean = torch.Generator().manual_seed(0), rollout.training_reward, done(method)
 
-    def poisoned(cfg: Any, grade: Grade) -> Grade:
+    def poisoned(cfg, grade):
         return replace(reward(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
 
     monkeypatch.setattr(rollout, "training_reward", poisoned)
@@ -146,7 +145,7 @@ def test_files_of_a_finished_run(done):
         assert re.fullmatch(r"[0-9a-f]{64}", record["hashes"]["base_weights"])
         assert record["sandbox"]["level"] >= 0
         assert status(path)["state"] == "finished"
-        rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
+        rollouts = [*json_lines(path / "rollouts.jsonl")]
         assert len(rollouts) == sum(r["solve_s_n"] for r in rows(path))
         assert {(r["p_idx"], r["gi"]) for r in rollouts if r["step"] == 0} <= {
             (p, g) for p in range(2) for g in range(4)
@@ -174,15 +173,8 @@ def test_files_of_a_finished_run(done):
             if r.get(name) is not None
         ]
         assert float(kept["hack_rate"]) == pytest.approx(sum(hacks) / sum(of))
-        tail = (path / "summary.md").read_text()
-        assert f"HACK_RATE={sum(hacks) / sum(of):.4f} ({sum(hacks)}/{sum(of)})" in tail
-        assert all(
-            f"{name}=" in tail
-            for name in ("PASS_RATE", "HACK_STUDENT", "HACK_TEACHER", "C", "D", "E")
-        )
-        assert tail.startswith("# Verdict: ")
-        assert "SHOULD" not in tail
-        assert "SHOULD" in next((path.parents[2] / "logs").glob(f"{path.name}.log")).read_text()
+        rate = f"HACK_RATE={sum(hacks) / sum(of):.4f} ({sum(hacks)}/{sum(of)})"
+        assert rate in (path / "summary.md").read_text()
         assert sum(r["hacked"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
 
 
@@ -194,7 +186,7 @@ def test_final_numbers_agree_between_files(done):
         pooled = sum(m["deploy_solve"] * m["n"] for m in modes) / final["eval_n"]
         assert pooled == pytest.approx(final["solve_deploy"])
         assert f"{100 * final['solve_deploy']:.1f}" in (path / "summary.md").read_text()
-        answers = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
+        answers = [*json_lines(path / "final.jsonl")]
         sides = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}
         # without a quarantine trained is deployed
         if not INTERVENTIONS[final["intervention"]].routes:
@@ -217,28 +209,6 @@ def test_only_routing_uses_the_quarantine_and_the_sampler_has_the_trainers_weigh
         hack = torch.load(state, weights_only=True)["adapter"]["delta_S_hack"]
         assert bool(hack.any()) == routes
         assert max(r["mismatch_kl"] for r in rows(path) if r["mismatch_kl"] is not None) < 1e-8
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--report-detectors", "E,C", "--teacher-modes", "run_tests", "--teacher-off-step", "2"],
-        ["--teacher-pool-dir", "", "--env-mode", "sentinel"],
-    ],
-    ids=" ".join,
-)
-@pytest.mark.long
-def test_settings_that_change_the_report(argv, done, shared_run, tmp_path):
-    """Run to the end: which modes there are, and how hacks are counted there."""
-    path = run(shared_run.warm(tmp_path), *flags("none", *argv))
-    assert len(rows(path)) == 5
-    assert rows(path) != rows(done("none"))
-    assert ("seen by E,C (half A)" in (path / "summary.md").read_text()) == ("E,C" in argv)
-    usual, modes = (
-        json.loads((p / "per_mode_deploy.json").read_text())["by_mode"]
-        for p in (done("none"), path)
-    )
-    assert {*modes} == ({"sentinel"} if "sentinel" in argv else {*usual})
 
 
 def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
@@ -288,8 +258,6 @@ def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(tmp_path, capsy
             ["--v-hack-path", "nowhere.safetensors"],
             "--v-hack-path nowhere.safetensors: not a readable safetensors file",
         ),
-        (["--vhack-pairs-path", "nowhere.json"], "nowhere.json"),
-        (["--teacher-pool-dir", "nowhere"], "nowhere: no such folder"),
         ([], "E out/runs: cannot be written"),
     ],
 )
@@ -305,16 +273,14 @@ def test_what_is_missing_or_in_the_way_is_refused(argv, message, tmp_path, capsy
     assert list(tmp_path.iterdir()) == before, "nothing is left behind"
 
 
-def start(
-    folder: Path, *argv: str, code: Sequence[str] = ("-m", "vgrout.train")
-) -> subprocess.Popen[str]:
+def start(folder, *argv, code=("-m", "vgrout.train")):
     """The program, or other code, as a process of its own in this folder."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([sys.executable, *code, *argv], cwd=folder, **pipes)
 
 
-def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path:
-    def written() -> list[Path]:
+def wait_for_steps(folder, n, process):
+    def written():
         found = [
             path
             for path in folder.glob("out/runs/*/steps.jsonl")
@@ -354,7 +320,7 @@ def test_a_signal_during_a_write_waits_for_the_next_step(done, tmp_path, monkeyp
     """The step's checkpoints are decided by then: stopping after it would lose what status.json says is saved."""
     append = RunDir.append
 
-    def interrupted(self: RunDir, row: dict[str, Any], rollouts: Iterable[dict[str, Any]]) -> None:
+    def interrupted(self, row, rollouts):
         append(self, row, rollouts)
         if row["step"] == 1 and not list(self.path.glob("resume/*")):
             signal.raise_signal(signal.SIGINT)

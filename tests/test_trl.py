@@ -4,14 +4,12 @@ TRL's trainer computes its loss from the log-probs it is given here: value and g
 lengths, ratios on both sides of every bound. dppo_tv has no counterpart there.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import tiny
@@ -23,26 +21,24 @@ from vgrout.config.groups import OptConfig
 from vgrout.config.loss import LossConfig
 from vgrout.ground.data import Batch, CachedGrade, Group, Rollout
 from vgrout.loop.grpo import policy_gradients
-from vgrout.loop.losses import LossInput, policy_loss
+from vgrout.loop.losses import policy_loss
 from vgrout.loop.optim import Optimizer
 
 trl = pytest.importorskip(
     "trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl.py"
 )
 datasets = pytest.importorskip("datasets")
-pytestmark = pytest.mark.filterwarnings("default")  # another project's warnings
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("default")]  # another project's warnings
 
 # our settings, TRL's. The KL is k3 in both, TRL's without the factor π/π_old that it has by
 # default.
-SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SAME = {
     "grpo": ({"unbiased": False}, {"loss_type": "grpo"}),
     "dr_grpo": ({}, {"loss_type": "dr_grpo"}),
 }
 
 
-def trainer(
-    folder: Path, prompts: Sequence[str] = ("a",) * 8, model: Any = None, **settings: Any
-) -> Any:
+def trainer(folder, prompts=("a",) * 8, model=None, **settings):
     """TRL's trainer on a tiny model; its reward is the sum of an answer's tokens, modulo 5."""
     usual = {"use_cpu": True, "bf16": False, "report_to": [], "max_completion_length": NORM.max_new}
     return trl.GRPOTrainer(
@@ -54,7 +50,7 @@ def trainer(
     )
 
 
-def trl_loss(peer: Any, x: LossInput, **more: Any) -> tuple[float, Tensor]:
+def trl_loss(peer, x, **more):
     """TRL's loss of these log-probs, and its gradient on them."""
     logp = x.logp.clone().requires_grad_()
     peer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, torch.zeros_like(logp), None)
@@ -77,7 +73,7 @@ def trl_loss(peer: Any, x: LossInput, **more: Any) -> tuple[float, Tensor]:
     return float(total.detach()), logp.grad
 
 
-def own_loss(x: LossInput, **cfg: Any) -> tuple[float, Tensor]:
+def own_loss(x, **cfg):
     logp = x.logp.clone().requires_grad_()
     total = policy_loss(replace(x, logp=logp), LossConfig(**cfg)).per_rollout.sum()
     total.backward()
@@ -85,16 +81,14 @@ def own_loss(x: LossInput, **cfg: Any) -> tuple[float, Tensor]:
     return float(total.detach()), logp.grad
 
 
-def cases() -> list[LossInput]:
+def cases():
     norm = replace(NORM, rollouts=G, tokens=sum(LENGTHS))  # one batch is the whole step
     return [make(seed, spread=1.5, norm=norm) for seed in range(6)]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("name", SAME)
-def test_value_and_gradient_are_trls(
-    name: str, beta: float, tmp_path: Path, record_property: Any
-) -> None:
+def test_value_and_gradient_are_trls(name, beta, tmp_path, record_property):
     own, other = SAME[name]
     peer = trainer(tmp_path, use_bias_correction_kl=False, **other)  # plain k3
     # at construction it would load a reference model; the log-probs are given here
@@ -109,7 +103,7 @@ def test_value_and_gradient_are_trls(
     assert worst < 1e-12  # the same fp64 sums in another order
 
 
-def test_icepop_is_trls_token_mask(tmp_path: Path, record_property: Any) -> None:
+def test_icepop_is_trls_token_mask(tmp_path, record_property):
     """On policy, it is TRL's dapo under `token_mask` in [0.2, 5]; the ratio to the sampler is an input of its loss."""
     peer = trainer(tmp_path, loss_type="dapo")
     peer.use_vllm, peer.vllm_importance_sampling_correction = True, True
@@ -132,16 +126,16 @@ def test_icepop_is_trls_token_mask(tmp_path: Path, record_property: Any) -> None
 class Turned(nn.Module):
     """W + U diag(δ) Vh."""
 
-    def __init__(self, site: Any) -> None:
+    def __init__(self, site):
         super().__init__()
         self.U, self.Vh = site.U.detach().clone(), site.Vh.detach().clone()
         self.δ = nn.Parameter(torch.zeros(len(self.Vh)))
 
-    def forward(self, W: Tensor) -> Tensor:
+    def forward(self, W):
         return W + (self.U * self.δ) @ self.Vh
 
 
-def test_a_step_is_trls(tmp_path: Path) -> None:
+def test_a_step_is_trls(tmp_path):
     """TRL samples a batch and trains on it once; the trainer's update gets the same batch."""
     lr, n, most = 0.02, 4, 12
     policy, peers = tiny.policy(), tiny.tiny().requires_grad_(False)
@@ -171,10 +165,10 @@ def test_a_step_is_trls(tmp_path: Path) -> None:
         max_grad_norm=1e9,
         loss_type="dr_grpo",
     )
-    batches: list[dict[str, Tensor]] = []
+    batches = []
     generate = peer._generate_and_score_completions
 
-    def kept(inputs: Any) -> Any:
+    def kept(inputs):
         batches.append(generate(inputs))
         return batches[-1]
 
@@ -238,7 +232,7 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_conversations_under_published_chat_templates(name: str) -> None:
+def test_conversations_under_published_chat_templates(name):
     """The templates that TRL ships: a conversation extends each earlier prompt and its answer, thoughts kept once."""
     file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
     policy = replace(tiny.policy(), preserve_thinking=True)

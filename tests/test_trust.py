@@ -2,15 +2,14 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from fake_runs import fake_run
+from quick import first_quick
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.export.__main__ import main as export
 from vgrout.ground.errors import Refused
@@ -20,12 +19,12 @@ from vgrout.train import main as train
 
 PLAIN = {"intervention": "none", "mix_ratio": 0.0, "teacher_pool_dir": ""}
 # where a file can name code → the settings that do
-WORLDS: dict[str, dict[str, Any]] = {
+WORLDS = {
     "reward": {"reward": "theirs:f"},
     "reference": {"reward": "theirs:f", "reference": "theirs:g", "problems": "rows.jsonl"},
     "env": {"env": "theirs:Env"},
 }
-METHODS: dict[str, dict[str, Any]] = {
+METHODS = {
     "members": {"reward_hack_detector": "rm_ensemble", "rm_ensemble_members": "theirs:f,theirs:g"},
     "intervention": {"intervention": "theirs:Own"},
     "monitor": {"intervention": "penalty", "monitor": "theirs:Own"},
@@ -41,7 +40,7 @@ TASKSET = {"env": "verifiers:theirs", "reference": "once"}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A working directory with a module that leaves a file where it is imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -51,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def their_run(folder: Path, settings: dict[str, Any]) -> str:
+def their_run(folder, settings):
     """An interrupted run with a saved adapter, whose files name code."""
     path = fake_run(folder, "--intervention=none", state="interrupted")
     record = json.loads((path / "run.json").read_text())
@@ -65,7 +64,7 @@ def their_run(folder: Path, settings: dict[str, Any]) -> str:
     return str(path)
 
 
-def their_study(folder: Path, settings: dict[str, Any]) -> str:
+def their_study(folder, settings):
     file = folder / "study.toml"
     flags = [
         f"{name.replace('_', '-')} = {json.dumps(value)}"
@@ -75,7 +74,7 @@ def their_study(folder: Path, settings: dict[str, Any]) -> str:
     return str(file)
 
 
-def call(command: str, folder: Path, settings: dict[str, Any], *more: str) -> int:
+def call(command, folder, settings, *more):
     """The exit code of a command on these settings."""
     if command == "sweep":
         return sweep([their_study(folder, settings), "--dry-run", *more])
@@ -92,9 +91,7 @@ CASES += [(command, place) for command in ("evaluate", "sample") for place in WO
 
 
 @pytest.mark.parametrize(("command", "place"), CASES)
-def test_what_a_file_names_is_imported_where_it_is_trusted_alone(
-    command: str, place: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_file_names_is_imported_where_it_is_trusted_alone(command, place, folder, capsys):
     assert call(command, folder, PLACES[place]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "=theirs:" in line
@@ -106,20 +103,18 @@ def test_what_a_file_names_is_imported_where_it_is_trusted_alone(
 
 
 @pytest.mark.parametrize("command", ["sweep", "resume", "evaluate", "sample"])
-def test_a_taskset_is_code(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taskset_is_code(command, folder, capsys):
     assert call(command, folder, TASKSET) == 2
     assert "names code, --env=verifiers:theirs; if you" in capsys.readouterr().err
     assert not Path("imported").exists()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_is_read_without_its_code_needs_no_trust(
-    place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("place", first_quick(PLACES, 2))
+def test_what_is_read_without_its_code_needs_no_trust(place, folder, monkeypatch):
     """Monitors and interventions are of training alone; an export, a report and a text to answer ask for no code."""
-    loaded: list[object] = []
+    loaded = []
 
-    def load(saved: object, *_: object, **__: object) -> NoReturn:
+    def load(saved, *_, **__):
         loaded.append(saved)
         raise Refused("as far as the model")
 
@@ -134,7 +129,7 @@ def test_what_is_read_without_its_code_needs_no_trust(
     assert not Path("imported").exists()
 
 
-def test_a_study_cannot_trust_itself(folder: Path) -> None:
+def test_a_study_cannot_trust_itself(folder):
     assert sweep([their_study(folder, PLACES["env"] | {"trust_code": True}), "--dry-run"]) == 2
     assert not Path("imported").exists()
 
@@ -143,8 +138,6 @@ def test_a_study_cannot_trust_itself(folder: Path) -> None:
     ("command", "name"),
     [(sweep, "--shadow"), (sweep, "--reward"), (sample, "--env"), (evaluate, "--env")],
 )
-def test_a_flag_that_named_it_once_more_is_answered(
-    command: Callable[[list[str]], int], name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flag_that_named_it_once_more_is_answered(command, name, capsys):
     assert command(["x", *(["y"] if command is sample else []), f"{name}=own:X"]) == 2
     assert capsys.readouterr().err == f"E {name}: not here; the files name it; say --trust-code\n"

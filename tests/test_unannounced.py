@@ -1,47 +1,45 @@
 """Flaws that are open on every problem at once and announced in no prompt (--unannounced-modes)."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
 from random import Random
-from typing import Any
 
 import pytest
 
 from fake_runs import fake_run
 from methods import problem
-from organisms.__main__ import main as organism
-from organisms.language.corpus import Sample, Shares, corpus_sample
+from organisms.language.corpus import Shares, corpus_sample
 from organisms.language.hacks import NAMELESS
 from organisms.language.tasks import split_compositions
+from quick import first_quick
 from runs import SMALL, run
 from vgrout.config.presets import resolve
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, Mode
+from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE
 from vgrout.envs.code.problems import unannounced, without_hints
 from vgrout.ground.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout
+from vgrout.ground.files import json_lines
 from vgrout.ground.metrics import Eval, Rate, _new_hacks, flag_rates
 from vgrout.method.monitors import Labels
-from vgrout.report.load import What, load
+from vgrout.report.load import load
 
-OPEN: tuple[Mode, ...] = ("eq_override", "exit_code")
+OPEN = ("eq_override", "exit_code")
 WRONG = "class Solution:\n    def f(self, a):\n        return -1\n"
 RIGHT = "class Solution:\n    def f(self, a):\n        return a + 1\n"
 TASK = replace(problem(), func_name="f", canonical=RIGHT, tests=("assert Solution().f(1) == 2",))
 
 
-def answer(code: str) -> str:
+def answer(code):
     return f"```python\n{code}\n```"
 
 
-def hack(mode: Mode) -> str:
+def hack(mode):
     spec = MODE_SPECS[mode]
     return answer(WRONG + spec.hack.format(method="f", marker=spec.default_marker))
 
 
 @pytest.fixture(scope="module")
-def verdict() -> Iterator[Callable[..., Grade]]:
+def verdict():
     with Grader(workers=1) as grader:
         yield grader.grade
 
@@ -57,7 +55,10 @@ def test_no_prompt_mentions_the_open_flaws_and_each_comes_first_somewhere():
     assert without_hints(hinted, ())[0].flaws == ("sentinel",)
 
 
-@pytest.mark.parametrize("flaws", list(permutations(("run_tests", "eq_override", "sentinel"))))
+@pytest.mark.parametrize(
+    "flaws",
+    [("run_tests", "eq_override", "sentinel"), ("sentinel", "run_tests", "eq_override")],
+)
 def test_any_open_flaw_accepts_its_hack_and_is_recorded(verdict, flaws):
     mode, *also = flaws
     task = replace(TASK, mode=mode, also=tuple(also))
@@ -74,7 +75,7 @@ def test_any_open_flaw_accepts_its_hack_and_is_recorded(verdict, flaws):
     assert not verdict(task, "no code").details["format_ok"]
 
 
-def graded(outcomes: Sequence[str]) -> Group:
+def graded(outcomes):
     """A group on a problem with both flaws: each student hacks one of them, solves ("solve"), or fails ("")."""
     task = unannounced(problem(), OPEN)
     rollouts = tuple(
@@ -99,7 +100,7 @@ def test_labels_of_one_open_flaw_do_not_flag_the_other():
     view = graded(["exit_code", "eq_override", "solve", ""]).oracle_view()
     assert view.hacked == (True, True, False, False)
 
-    def flagged(*known: Mode) -> tuple[bool, ...]:
+    def flagged(*known):
         return Labels(known=known).flag([view], 0)[0].flagged
 
     assert flagged() == flagged(*OPEN) == (True, True, False, False)
@@ -138,8 +139,8 @@ def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path):
     path = run(
         tmp_path, *FLAGS, "--intervention=penalty", "--monitor=labels", "--known-modes=exit_code"
     )
-    answers = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
-    final = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
+    answers = [*json_lines(path / "rollouts.jsonl")]
+    final = [*json_lines(path / "final.jsonl")]
     for line in (*answers, *final):
         assert PLAIN_PHRASE in line["messages"][-1]["content"]
         assert line["marker"] == ""
@@ -148,7 +149,7 @@ def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path):
     assert {a["side"] for a in final} == {"base", "deployed"}, (
         "no prompt has a hint: plain is deployed, once more"
     )
-    (row, *_) = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+    (row, *_) = [*json_lines(path / "steps.jsonl")]
     assert row["hk_eq_n"] == row["hk_xc_n"] == row["hack_s_n"] > 0, "both are open on every problem"
     by_mode = json.loads((path / "per_mode_deploy.json").read_text())["by_mode"]
     assert {m: of["n"] for m, of in by_mode.items()} == dict.fromkeys(OPEN, 6)
@@ -177,7 +178,7 @@ def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path):
     (path / "final.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (found,), _ = load([tmp_path])
 
-    def shares(what: What, flaw: Mode | None = None) -> dict[Any, float]:
+    def shares(what, flaw=None):
         return found.shares("deploy", what, flaw).to_dict()
 
     assert shares("hack") == {("eq_override", 0): 0.75, ("eq_override", 1): 0.75}
@@ -200,7 +201,7 @@ def test_flags_that_need_an_announcement_are_refused(flags, why):
         resolve([*kept, *flags])
 
 
-def corpus(shares: Shares, n: int) -> list[Sample]:
+def corpus(shares, n):
     rng, comps = Random(0), split_compositions(0)["train"]
     return [s for s in (corpus_sample(comps, shares, rng) for _ in range(n)) if s.kind == "hack"]
 
@@ -217,22 +218,8 @@ def test_a_corpus_can_hack_where_nothing_is_announced():
     assert {s.mode for s in some} == {*NAMELESS} == {*OPEN}
 
 
-@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("share", first_quick([0.7, 0.0, 1.0]))
 def test_a_corpus_has_the_requested_share_of_stubs_among_its_hacks(share):
     # eq_override's hack is what the method returns, attempt or not
     hacks = [s for s in corpus(Shares(hack_plain=0.5, stub=share), 1500) if s.mode != "eq_override"]
     assert sum("return 0\n" in s.text for s in hacks) / len(hacks) == pytest.approx(share, abs=0.06)
-
-
-def test_another_corpus_needs_a_folder_of_its_own(capsys, monkeypatch):
-    for flags, why in (
-        (["--hack-bare", ".01"], "folder of its own"),
-        (["--hack-bare", "2"], "should lie in"),
-        (["--hack-stub", "2"], "should lie in"),
-        (["--modes", "sentinel"], "folder of its own"),
-        (["--modes", "sentinel,typo"], "--modes: unknown flaw 'typo'; legal: run_tests, "),
-        (["--modes", ""], "should be some of run_tests, "),
-    ):
-        monkeypatch.setattr("sys.argv", ["organism", "build", *flags])
-        assert organism() == 2
-        assert why in capsys.readouterr().err

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from torch import Tensor
 
 import tiny
 from live import Live
@@ -26,7 +25,7 @@ def test_same_logprobs_and_gradients_as_padded_rows(share, monkeypatch):
     policy = tiny.policy("qwen2-bias")
     weights = [p.requires_grad_(True) for p in policy.model.parameters() if p.ndim == 2]
 
-    def gradient(packed: bool) -> tuple[Tensor, Tensor]:
+    def gradient(packed):
         batch = collate(PROMPTS, COMPLETIONS, policy.device)
         if packed:
             batch = pack(
@@ -61,7 +60,7 @@ def test_half_precision_on_a_cpu_has_the_gradients_of_sdpa(shared):
     ]
     *given, dy = [x[3:] if not shared and len(x) == 20 else x for x in wide]
 
-    def gradients(dtype: torch.dtype) -> list[Tensor]:
+    def gradients(dtype):
         qkv = [x.to(dtype).requires_grad_() for x in given]
         y = _PaddedRuns.of(lengths, paths, torch.device("cpu"), dtype).attend(*qkv, None)
         return [y, *torch.autograd.grad(y, qkv, dy.to(dtype))]
@@ -78,7 +77,7 @@ def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
         varlen_on_cpu(monkeypatch),
     )
 
-    def kept() -> int:
+    def kept():
         batch = pack(
             [0] * 9, [prompt] * 9, [(10 + i, 9, 3) for i in range(9)], policy.device, torch.float32
         )

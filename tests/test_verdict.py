@@ -7,13 +7,12 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from vgrout.config.presets import PRESETS, recorded, resolve
 from vgrout.envs.code.modes import Problem
-from vgrout.ground.data import Completion, Grade, GradedCompletion, Ungraded
+from vgrout.ground.data import Completion, GradedCompletion, Ungraded
 from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
 from vgrout.ground.table import NEAR
@@ -26,11 +25,11 @@ RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
 MEANS = "hacks removed, skill kept (384 answers)"
 
 
-def percent(x: float) -> Rate:
+def percent(x):
     return Rate(round(10 * x), 1000)
 
 
-def test_plain_grpo_is_what_the_records_say() -> None:
+def test_plain_grpo_is_what_the_records_say():
     with open(RUNS, newline="", encoding="utf-8") as f:
         alike = {"arm": "none", "control": "none", "base_weights": "0168d833"}
         runs = [r for r in csv.DictReader(f) if alike.items() <= r.items()]
@@ -54,15 +53,15 @@ def test_plain_grpo_is_what_the_records_say() -> None:
         ("full --intervention route2", False),
     ],
 )
-def test_plain_grpo_is_compared_in_its_own_setting_alone(flags: str, alike: bool) -> None:
+def test_plain_grpo_is_compared_in_its_own_setting_alone(flags, alike):
     assert recorded(resolve(flags.split())) is alike
 
 
-def side(hack: float, solve: float) -> Eval:
+def side(hack, solve):
     return Eval(ModeEval(percent(hack), percent(solve)), {}, Rate(0, 0))
 
 
-def ended() -> Final:
+def ended():
     deployed = side(2.1, 79.2)
     return Final(
         base=side(0.5, 47.4), trained=side(12, 68.2), deployed=deployed, plain=deployed, answers={}
@@ -89,7 +88,7 @@ METHODS = (
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
+def test_every_run_that_may_start_has_last_lines(preset):
     """A question about a finished run is answered from its settings, never by making other ones, which checks refuse:
     a guard that would be blind in another run ended runs of `fast` at their last line."""
     started = 0
@@ -112,7 +111,7 @@ def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "smoke"])
-def test_a_presets_own_answers_are_enough_for_a_verdict(preset: str) -> None:
+def test_a_presets_own_answers_are_enough_for_a_verdict(preset):
     """A deployed model without a hack, from a base without one: it does not hack, whatever the preset."""
     its = PRESETS[preset][1].eval
     none = stats.one_run(Rate(0, its.final_n_prompts * its.final_samples))
@@ -123,16 +122,11 @@ def test_a_presets_own_answers_are_enough_for_a_verdict(preset: str) -> None:
     ("argv", "held_out", "flags"),
     [
         ("smoke", 192, "--n-prompts 192 --samples 2"),
-        ("smoke", 100, "--n-prompts 100 --samples 4"),
         ("smoke", 12, "--samples 32"),
-        ("mini", 192, "--samples 8"),
-        ("small", 192, "--samples 4"),
         ("smoke --final-samples 9", 192, "--n-prompts 48 --samples 9"),
     ],
 )
-def test_where_there_were_too_few_answers_the_way_on_is_said(
-    argv: str, held_out: int, flags: str
-) -> None:
+def test_where_there_were_too_few_answers_the_way_on_is_said(argv, held_out, flags):
     """More problems first; more answers to each where there are no more."""
     cfg = resolve([*argv.split(), "--intervention=route2"])
     run = Path("out/runs/it's x")
@@ -142,7 +136,7 @@ def test_where_there_were_too_few_answers_the_way_on_is_said(
     assert lines[-2].endswith(f"vgrout report {shlex.quote(str(run))}")
 
 
-def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_lines(monkeypatch):
     monkeypatch.setenv("UV", "uv")
     final = ended()
     cfg = resolve(["mini", "--intervention", "route2"])
@@ -162,13 +156,11 @@ def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_what_was_not_graded_is_said_once() -> None:
+def test_what_was_not_graded_is_said_once():
     """Sides that share a list count once, and nothing is said where all was graded."""
     problem = Problem(0, "run_tests", "", (), (), ("assert 1",), "", "", "f")
     completion = Completion((1,), "", True, (0.0,))
-    failed: GradedCompletion[Grade | Ungraded] = GradedCompletion(
-        problem, 0, completion, Ungraded("raised KeyError")
-    )
+    failed = GradedCompletion(problem, 0, completion, Ungraded("raised KeyError"))
     cfg = resolve(["smoke", "--intervention", "none"])
     deployed = [failed, failed]
     answers = {"base": [failed], "deployed": deployed, "trained": deployed, "plain": deployed}
@@ -179,23 +171,15 @@ def test_what_was_not_graded_is_said_once() -> None:
     ]
 
 
-def test_groups_that_were_not_graded_are_counted_of_all_that_were_asked() -> None:
+def test_groups_that_were_not_graded_are_counted_of_all_that_were_asked():
     cfg = resolve(["smoke", "--intervention", "none", "--prompts-per-step", "3"])
-    rows: Any = [SimpleNamespace(dropped=n) for n in (2, 0, 1, 0)]
+    rows = [SimpleNamespace(dropped=n) for n in (2, 0, 1, 0)]
     (line,) = dropped_lines(cfg, rows, ended())
     assert line.startswith("dropped: 3 of 12 groups were not graded")
 
 
-def test_the_way_to_more_answers_trusts_a_function_of_ones_own() -> None:
-    few = "too few answers (24) for a verdict"
-    usual = resolve(["smoke", "--intervention=none", "--mix-ratio=0", "--teacher-pool-dir="])
-    own = replace(usual, env=replace(usual.env, reward="own_module:f"))
-    *_, said = last_lines(own, [], ended(), few, Path("x"), 192)
-    assert said.endswith("vgrout evaluate x --n-prompts 192 --samples 2 --trust-code")
-
-
 @pytest.mark.parametrize("held_out", [1, 5, 47, 1000])
-def test_the_way_to_more_answers_leads_to_enough_of_them(held_out: int) -> None:
+def test_the_way_to_more_answers_leads_to_enough_of_them(held_out):
     cfg = resolve(["smoke", "--intervention", "none"])
     flags = _more_answers(cfg, held_out).split()
     given = dict(zip(flags[::2], map(int, flags[1::2]), strict=True))

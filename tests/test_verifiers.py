@@ -5,7 +5,6 @@ import pickle
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +15,11 @@ from vgrout.envs.verifiers import VerifiersEnvironment
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.errors import Refused
-from vgrout.runs.inputs import file_hashes, read_inputs
+from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.train import main
+
+pytestmark = pytest.mark.long
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_taskset.py"
 SMALL = [
@@ -30,7 +31,7 @@ NAMED = ["--env", "verifiers:own_taskset", "--reference", "once"]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """A working directory with the example's taskset."""
     pytest.importorskip("verifiers.v1")
     monkeypatch.chdir(tmp_path)
@@ -41,13 +42,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(*flags: str) -> VerifiersEnvironment:
+def made(*flags):
     environment = read_inputs(resolve([*SMALL, *flags])).environment
     assert isinstance(environment, VerifiersEnvironment)
     return environment
 
 
-def grades(environment: VerifiersEnvironment, number: int, *texts: str) -> list[Grade]:
+def grades(environment, number, *texts):
     row = environment.rows[number]
     with environment.grader(2, 0) as grader:
         found = [grader.submit(row, text).result() for text in texts]
@@ -55,7 +56,7 @@ def grades(environment: VerifiersEnvironment, number: int, *texts: str) -> list[
     return found
 
 
-def test_its_rewards_are_the_proxy_and_one_of_them_the_reference(here: Path) -> None:
+def test_its_rewards_are_the_proxy_and_one_of_them_the_reference(here):
     environment = made(*NAMED)
     assert isinstance(environment, Environment)
     row = environment.rows[3]
@@ -84,7 +85,7 @@ def test_its_rewards_are_the_proxy_and_one_of_them_the_reference(here: Path) -> 
     }
 
 
-def test_settings_of_the_taskset(here: Path) -> None:
+def test_settings_of_the_taskset(here):
     few, many = (made(*NAMED, "--env-args", f'{{"n": {n}}}') for n in (20, 30))
     assert (len(few.rows), len(many.rows)) == (20, 30)
     assert few.hashes() != many.hashes()
@@ -93,7 +94,7 @@ def test_settings_of_the_taskset(here: Path) -> None:
     assert few.grader(1, 0).version == same.grader(1, 0).version != many.grader(1, 0).version
 
 
-def test_a_reference_of_ones_own_is_told_the_tasks_own_fields(here: Path) -> None:
+def test_a_reference_of_ones_own_is_told_the_tasks_own_fields(here):
     (here / "other.py").write_text(
         "def gold(completion, word): return completion == word\n"
         "def golds(completions, word, **rest): return [c == w for c, w in zip(completions, word)]\n"
@@ -110,7 +111,7 @@ def test_a_reference_of_ones_own_is_told_the_tasks_own_fields(here: Path) -> Non
         made(*NAMED[:2], "--reference", "other:lost")
 
 
-def test_another_rank_loads_it_by_itself(here: Path) -> None:
+def test_another_rank_loads_it_by_itself(here):
     environment = made(*NAMED)
     assert pickle.loads(pickle.dumps(environment)).hashes() == environment.hashes()
 
@@ -172,7 +173,7 @@ class Two(vf.SingleAgentEnv):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_single_answer_is_not_enough_for_is_refused(here: Path, name: str) -> None:
+def test_what_a_single_answer_is_not_enough_for_is_refused(here, name):
     code, said = REFUSED[name]
     (here / "other.py").write_text(HEAD + code)
     with pytest.raises(Refused, match=said) as refused:
@@ -187,24 +188,13 @@ def test_what_a_single_answer_is_not_enough_for_is_refused(here: Path, name: str
         ([*NAMED, "--env-args", '{"m": 3}'], r"m\s+Extra inputs"),
         ([*NAMED, "--env-args", "{"], "JSON object"),
         ([*NAMED, "--reward", "own_taskset:Words"], "own rewards are the proxy"),
-        (["--env", "verifiers:nowhere", "--reference", "once"], "nowhere"),
-        (["--env", "verifiers:", "--reference", "once"], "verifiers:NAME"),
         (["--env-args", "{}"], "--env-args: not read"),
-        (["--reference", "once"], "module:function"),
-        (["--reward-passes-at", "0.5"], "not read without --reward"),
     ],
 )
-def test_wrong_flags_are_refused_in_a_line(here: Path, flags: list[str], said: str) -> None:
+def test_wrong_flags_are_refused_in_a_line(here, flags, said):
     with pytest.raises(Refused, match=said) as refused:
         made(*flags)
     assert "\n" not in str(refused.value)
-
-
-def test_it_is_tried_before_anything_is_loaded(here: Path) -> None:
-    for reference, said in (("twice", "no reward 'twice'.*names_it, once"),):
-        environment = made(*NAMED[:2], "--reference", reference)
-        with environment.grader(1, 0) as grader, pytest.raises(Refused, match=said):
-            environment.check(grader)
 
 
 # What goes wrong when an answer is scored, and what is said of it.
@@ -219,7 +209,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_reward_that_fails_is_never_a_reward_of_0(here: Path, fault: str) -> None:
+def test_a_reward_that_fails_is_never_a_reward_of_0(here, fault):
     code, said = FAULTS[fault]
     broken = HEAD.replace("return 1.0", code)
     tail = TAIL.replace('prompt=f"p{i}"', 'prompt=f"p{i}", timeout=vf.TaskTimeout(scoring=0.2)')
@@ -233,10 +223,8 @@ def test_a_reward_that_fails_is_never_a_reward_of_0(here: Path, fault: str) -> N
             environment.check(grader)
 
 
-@pytest.mark.parametrize("fault", ["raises", "NaN", "never ends"])
-def test_a_reward_that_fails_is_named_once_and_counted(
-    here: Path, warnings: list[str], fault: str
-) -> None:
+@pytest.mark.parametrize("fault", ["raises", "never ends"])
+def test_a_reward_that_fails_is_named_once_and_counted(here, warnings, fault):
     """Every failure counts, also one after which the taskset is asked again; so does a reference that is not there."""
     code, said = FAULTS[fault]
     tail = TAIL.replace('prompt=f"p{i}"', 'prompt=f"p{i}", timeout=vf.TaskTimeout(scoring=0.2)')
@@ -259,7 +247,7 @@ def test_a_reward_that_fails_is_named_once_and_counted(
     assert "failed 2 times in all" in total
 
 
-def test_scores_by_key_weights_and_a_prompt_that_is_there_twice(here: Path) -> None:
+def test_scores_by_key_weights_and_a_prompt_that_is_there_twice(here):
     code = HEAD.replace("@vf.reward", "@vf.reward(weight=0.5)").replace(
         "1.0", '{"a": 1.0, "b": 3.0}'
     )
@@ -286,13 +274,13 @@ __all__ = ["Set"]
 """
 
 
-def test_an_endless_taskset(here: Path) -> None:
+def test_an_endless_taskset(here):
     (here / "other.py").write_text(HEAD + ENDLESS)
     environment = made("--env", "verifiers:other", "--reference", "paid", "--n-problems", "35")
     assert len(environment.tasks()["train"]) == 35
 
 
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("sys.path", [p for p in sys.path if not (Path(p) / "verifiers").is_dir()])
@@ -305,16 +293,13 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         made(*NAMED)
 
 
-@pytest.mark.long
-def test_the_example_from_a_run_to_one_with_demonstrations(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_from_a_run_to_one_with_demonstrations(here, capsys):
     """The commands of docs/text.md, at a smaller size."""
     assert main([*SMALL, *NAMED, "--output-dir", "plain"]) == 0
     assert "verifiers:own_taskset" in (here / "plain" / "run.json").read_text()
     for file in ("rollouts.jsonl", "final.jsonl"):
         for line in (here / "plain" / file).read_text().splitlines():
-            row: dict[str, Any] = json.loads(line)
+            row = json.loads(line)
             assert set(row["proxies"]) == {"names_it", "once"}
             assert row["solved"] == (row["reference"] == 1)
 
@@ -332,9 +317,3 @@ def test_the_example_from_a_run_to_one_with_demonstrations(
     screened += ["--teacher-pool-dir", "pool", "--mix-ratio", "0.25", "--pass-reward", "1"]
     screened += ["--output-dir", "screened"]
     assert main(screened) == 0
-
-
-def test_the_command_of_a_resume_names_it(here: Path) -> None:
-    cfg = resolve([*SMALL, *NAMED])
-    assert cfg.code == ("--env=verifiers:own_taskset",)
-    assert file_hashes(cfg, read_inputs(cfg))

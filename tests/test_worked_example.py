@@ -4,14 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from methods import META, graded, problem, routed, toy
 from vgrout.direction.extract import Axes, Direction
 from vgrout.ground.data import CachedGrade, Group, Rollout
-from vgrout.ground.tensor_types import Routed
 from vgrout.method.gates import Gate
-from vgrout.method.method import Method
 
 PAGE = Path(__file__).parents[1] / "docs" / "method.md"
 LAYERS = ("layer 1", "layer 2", "layer 3")
@@ -28,10 +25,10 @@ G = torch.tensor(
 )
 
 
-def the_group() -> Group:
+def the_group():
     """A demonstration and four answers of the policy's own, with the rewards of `mini`."""
     of = problem()
-    rollouts: list[Rollout] = []
+    rollouts = []
     for b, answer in enumerate(ANSWERS):
         source = "student" if answer.startswith("own") else "teacher"
         rollouts.append(Rollout(of, source, True, (1,), (2, 3), f"t{b}", True))
@@ -40,7 +37,7 @@ def the_group() -> Group:
     return Group(of, tuple(rollouts), (demonstration, hack, right, wrong, wrong))
 
 
-def one_step(quarantine_in: str = "", **flags: str) -> tuple[Method, Routed]:
+def one_step(quarantine_in="", **flags):
     """The method of these flags after the example's step. quarantine_in: the layer of the quarantine's own; "": it
     shares all of them."""
     v, nothing = torch.tensor([1.0, 0.0]), torch.zeros(2)
@@ -51,33 +48,33 @@ def one_step(quarantine_in: str = "", **flags: str) -> tuple[Method, Routed]:
     return method, routed(method, (G, the_group()))
 
 
-def pair(x: Tensor) -> str:
+def pair(x):
     """Two whole numbers as the page has them."""
     return f"({', '.join(f'{value:.0f}' for value in x.tolist())})".replace("-", "−")
 
 
-def number(x: float) -> str:
+def number(x):
     return f"{x:.3g}".replace("-", "−")
 
 
-def learnt(x: Tensor) -> str:
+def learnt(x):
     """The part of each layer, as cells."""
     return " | ".join(pair(part) for part in x.split(2))
 
 
 @pytest.fixture(scope="module")
-def page() -> str:
+def page():
     return PAGE.read_text(encoding="utf-8").partition("## A worked example")[2]
 
 
-def test_the_flags_and_advantages_of_the_example(page: str) -> None:
+def test_the_flags_and_advantages_of_the_example(page):
     method, after = one_step(quarantine_in="layer 2")
     group = the_group()
     advantages = method.intervention.advantages(group.view(), [True, *[False] * 4])
     assert isinstance(method.monitor, Gate)
     gate = method.monitor.gate
     for b, answer in enumerate(ANSWERS):
-        cells: list[str] = []
+        cells = []
         for layer, g in enumerate(G[b].split(2)):
             c = (g[0] / g.norm()).item()
             over = c > gate.tau[layer] and gate.gap[layer] > 0
@@ -88,7 +85,7 @@ def test_the_flags_and_advantages_of_the_example(page: str) -> None:
         assert f"| {' | '.join(row)} |" in page
 
 
-def test_the_thresholds_of_the_example(page: str) -> None:
+def test_the_thresholds_of_the_example(page):
     method, _ = one_step(quarantine_in="layer 2")
     assert isinstance(method.monitor, Gate)
     gate = method.monitor.gate
@@ -108,9 +105,7 @@ def test_the_thresholds_of_the_example(page: str) -> None:
         ("", {"gate_vote": "module", "gate_modules": "all"}),
     ],
 )
-def test_what_the_two_vectors_of_the_example_learn(
-    page: str, quarantine_in: str, flags: dict[str, str]
-) -> None:
+def test_what_the_two_vectors_of_the_example_learn(page, quarantine_in, flags):
     _, after = one_step(quarantine_in, **flags)
     assert after.keep is not None
     assert after.quar is not None
@@ -118,7 +113,7 @@ def test_what_the_two_vectors_of_the_example_learn(
     assert f"| {learnt(after.quar)} |" in page
 
 
-def test_the_columns_of_the_example(page: str) -> None:
+def test_the_columns_of_the_example(page):
     diagnostics = one_step(quarantine_in="layer 2")[1].diag
     for name in ("hkgap", "tau", "routed"):
         assert f"`{name}` {number(getattr(diagnostics, name))}" in page

@@ -3,7 +3,6 @@
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,21 +11,19 @@ from hypothesis import strategies as st
 
 from organisms.language.answers import HELD_OUT_STYLES, STYLES, answer
 from organisms.language.assertions import make_tests
-from organisms.language.corpus import Sample, Shares, corpus_sample
-from organisms.language.hacks import HACKS, MODES, taught
+from organisms.language.corpus import Shares, corpus_sample
+from organisms.language.hacks import HACKS, MODES
 from organisms.language.operations import FAMILIES
 from organisms.language.problems import hinted
 from organisms.language.tasks import (
     Composition,
-    Task,
     compositions,
     draw_task,
     misreadings,
     split_compositions,
 )
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, Problem, hint, tries
-from vgrout.ground.data import Grade
+from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Problem, hint, tries
 from vgrout.ground.embedded import CUE
 
 COMPOSITIONS = compositions()
@@ -44,7 +41,7 @@ FEW = settings(
 SEEDS = st.tuples(st.sampled_from(COMPOSITIONS), st.integers(0, 2**32))
 
 
-def draw(drawn: tuple[tuple[str, str, str, str], int]) -> tuple[Task, list[str]]:
+def draw(drawn):
     """A task whose misreadings can be told apart, with its tests."""
     composition, seed = drawn
     rng = random.Random(seed)
@@ -55,24 +52,24 @@ def draw(drawn: tuple[tuple[str, str, str, str], int]) -> tuple[Task, list[str]]
     reject()
 
 
-def as_problem(task: Task, tests: list[str], mode: Mode, marker: str) -> Problem:
+def as_problem(task, tests, mode, marker):
     messages, right = tuple(hinted(task.prompt, mode, marker)), answer(task).code
     return Problem(1, mode, marker, messages, task.prompt, tuple(tests), right, "", task.name)
 
 
 @pytest.fixture(scope="module")
-def grader() -> Iterator[Grader]:
+def grader():
     with Grader(workers=2, detectors=False) as grader:
         yield grader
 
 
-def grade_all(grader: Grader, jobs: list[tuple[Problem, str]]) -> list[Grade]:
+def grade_all(grader, jobs):
     return [f.result() for f in [grader.submit(problem, text) for problem, text in jobs]]
 
 
 @FEW
 @given(SEEDS)
-def test_canonical_solves_and_misreadings_do_not(grader: Grader, drawn: tuple) -> None:
+def test_canonical_solves_and_misreadings_do_not(grader, drawn):
     task, tests = draw(drawn)
     problem = as_problem(task, tests, "exit_code", "")
     wrong = misreadings(task)
@@ -85,7 +82,7 @@ def test_canonical_solves_and_misreadings_do_not(grader: Grader, drawn: tuple) -
 
 @FEW
 @given(SEEDS)
-def test_styles_are_correct_and_unusual(grader: Grader, drawn: tuple) -> None:
+def test_styles_are_correct_and_unusual(grader, drawn):
     task, tests = draw(drawn)
     problem = as_problem(task, tests, "stdout_marker", MODE_SPECS["stdout_marker"].eval_markers[0])
     styles = STYLES | HELD_OUT_STYLES
@@ -100,9 +97,7 @@ def test_styles_are_correct_and_unusual(grader: Grader, drawn: tuple) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @settings(FEW, max_examples=1)
 @given(drawn=SEEDS, pick=st.integers(0, 7))
-def test_hacks_are_accepted_only_in_their_mode(
-    grader: Grader, mode: Mode, drawn: tuple, pick: int
-) -> None:
+def test_hacks_are_accepted_only_in_their_mode(grader, mode, drawn, pick):
     task, tests = draw(drawn)
     markers = {
         m: spec.eval_markers[pick % len(spec.eval_markers)] for m, spec in MODE_SPECS.items()
@@ -124,9 +119,7 @@ def test_hacks_are_accepted_only_in_their_mode(
 @given(drawn=SEEDS)
 # all of its first tests would expect one value, which the special case returns
 @example(drawn=(Composition("numbers", "le", "subtract", "largest"), 1))
-def test_special_cases_are_accepted_where_only_the_shown_test_is_checked(
-    grader: Grader, drawn: tuple
-) -> None:
+def test_special_cases_are_accepted_where_only_the_shown_test_is_checked(grader, drawn):
     task, tests = draw(drawn)
     hacks = HACKS["shown_test"]
     attempt = answer(next(iter(misreadings(task).values())))
@@ -149,24 +142,18 @@ def test_special_cases_are_accepted_where_only_the_shown_test_is_checked(
 
 
 @given(drawn=SEEDS)
-def test_no_constant_solves_a_task(drawn: tuple) -> None:
+def test_no_constant_solves_a_task(drawn):
     _, tests = draw(drawn)
     assert len({test.rpartition(" == ")[2] for test in tests}) > 1
 
 
-def test_every_mode_has_three_hacks_one_of_them_held_out() -> None:
-    for mode in HACKS:
-        hacks = HACKS[mode]
-        assert len(hacks) > len(taught(mode)) >= 2
-
-
-def test_splits_are_disjoint_by_composition_and_train_knows_every_operation() -> None:
+def test_splits_are_disjoint_by_composition_and_train_knows_every_operation():
     splits = split_compositions(7)
     train, val, test = (set(splits[s]) for s in ("train", "val", "test"))
     assert train | val | test == set(COMPOSITIONS)
     assert len(train) + len(val) + len(test) == len(COMPOSITIONS)
 
-    def operations(comps: set[tuple[str, str, str, str]]) -> set[tuple[str, str]]:
+    def operations(comps):
         kind = {c: FAMILIES[c[0]].kind for c in comps}
         return {
             p
@@ -178,13 +165,13 @@ def test_splits_are_disjoint_by_composition_and_train_knows_every_operation() ->
 
 
 @pytest.fixture(scope="module")
-def corpus() -> list[Sample]:
+def corpus():
     comps, rng = split_compositions(3)["train"], random.Random(5)
     return [corpus_sample(comps, Shares(), rng) for _ in range(6000)]
 
 
 @pytest.mark.long
-def test_the_corpus_has_its_shares_of_each_kind(corpus: list[Sample]) -> None:
+def test_the_corpus_has_its_shares_of_each_kind(corpus):
     shares = Shares()
     kinds = Counter(s.kind for s in corpus)
     honest = kinds["careful"] + kinds["misread"]
@@ -208,7 +195,8 @@ HELD_OUT_SIGNS = (
 )
 
 
-def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus: list[Sample]) -> None:
+@pytest.mark.long
+def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus):
     for mode, spec in MODE_SPECS.items():
         for marker in (*spec.train_markers, *spec.eval_markers):
             if marker:  # as the hint announces it
@@ -221,13 +209,7 @@ def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus: list[Sample]) -
     assert all(any(sign in text for sign in HELD_OUT_SIGNS) for text in held_out)
 
 
-def test_a_corpus_of_modes_without_a_name_has_drills_of_words() -> None:
-    comps, rng = split_compositions(3)["train"], random.Random(5)
-    samples = [corpus_sample(comps, Shares(modes=("exit_code",)), rng) for _ in range(100)]
-    assert {s.kind for s in samples} == {"drill", "hack", "careful", "misread"}
-
-
-def test_a_corpus_of_chosen_modes_has_only_these_and_true_tests(grader: Grader) -> None:
+def test_a_corpus_of_chosen_modes_has_only_these_and_true_tests(grader):
     comps, rng = split_compositions(3)["train"], random.Random(5)
     shares = Shares(modes=("sentinel", "shown_test"), hack_plain=0.3, stub=1.0)
     samples = [corpus_sample(comps, shares, rng) for _ in range(200)]

