@@ -4,6 +4,7 @@ which side answers what."""
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ from vgrout.envs.code.problems import load_rows
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, GradedCompletion
 from vgrout.ground.files import hash_of_file
-from vgrout.ground.metrics import Eval, ModeEval, Rate
+from vgrout.ground.metrics import Rate
 from vgrout.ground.torch_rng import torch_stream
 from vgrout.loop import heldout
 from vgrout.model.svd_adapter import AS_TRAINED, DEPLOYED, REFERENCE
@@ -206,93 +207,27 @@ def test_a_saved_adapter_is_scored_as_its_runs_final_evaluation_was(hint, monkey
     assert sides.streams == {torch_stream(5, "final", cfg.scale.steps).initial_seed()}
 
 
-def counted(hacks, solves, n):
-    of = ModeEval(Rate(hacks, n), Rate(solves, n))
-    other = ModeEval(Rate(hacks + 1, n + 1), Rate(solves + 1, n + 1))
-    return Eval(of, {"exit_code": other}, Rate(n - 1, n), thought=10.0 * hacks)
-
-
-@pytest.fixture
-def evaluated(tmp_path, monkeypatch):
-    """`vgrout evaluate` with these flags, of an adapter saved after two steps of three: what was scored, and the file
-    that was written. Prompts have 10 to 29 tokens, and the window leaves 20 beside an answer."""
-    file = tmp_path / "p.jsonl"
-    file.write_text("{}", encoding="utf-8")
-    cfg = replace(config("route2", seed=5), eval=EvalConfig(final_n_prompts=9, final_samples=7))
-    cfg = replace(cfg, scale=replace(cfg.scale, problems=str(file), test_problems=""))
-    (tmp_path / "other.jsonl").write_text("{ }", encoding="utf-8")
-    path = tmp_path / "run" / "ckpt_step0002.safetensors"
-    saved = SimpleNamespace(cfg=cfg, path=path, step=2, folder=tmp_path, model="m")
-    tasks = [Hinted(i) for i in range(20)]
-    policy = Mock(
-        window=20 + cfg.scale.max_new, render=lambda text: "-" * (10 + int(text.split()[1]))
-    )
-    scores = {"base": counted(1, 2, 10), "deployed": counted(3, 4, 10)}
-    asked = []
-
-    def score(_, __, cfg, problems, samples, flaws):
-        asked[:] = [[p.id for p in problems], samples, cfg.run.seed, flaws]
-        return dict(scores)
-
-    def environment_of(world, *_):
-        hashes = {"problems": hash_of_file(world.problems_path), "reference": world.env.reference}
-        return Mock(
-            hashes=lambda: hashes,
-            every_task=lambda *_: tasks,
-            tasks=lambda *_: {"train": [], "val": tasks, "test": tasks},
-            grader=lambda *_: nullcontext(Mock(stamp={"graded_by": "functions"})),
-            flaws=["exit_code"],
-        )
-
-    monkeypatch.setattr(evaluate, "find_adapter", lambda *_: saved)
-    monkeypatch.setattr(evaluate, "environment_of", environment_of)
-    monkeypatch.setattr(evaluate, "require_fitting", lambda *_: None)
-    monkeypatch.setattr(heldout, "policy_of", lambda _: policy)
-    monkeypatch.setattr(heldout, "score", score)
-
-    def call(**how):
-        out = evaluate.evaluate_saved(evaluate.EvaluateSettings(run=path.parent, **how))
-        return list(asked), out
-
-    return call
-
-
-def test_a_saved_adapter_is_asked_what_its_run_was_unless_flags_say_otherwise(evaluated):
-    """Problems whose prompts leave no room for an answer are left out, as in a run."""
-    (of_run, samples, seed, flaws), out = evaluated()
-    assert (len(of_run), samples, seed, flaws) == (9, 7, 5, ("exit_code",))
-    written = json.loads(out.read_text())
-    assert (written["step"], written["seed"], written["split"]) == (2, 5, "test")
-    assert written["sides"]["base"]["hack"] == [1, 10]
-    assert written["sides"]["deployed"]["solve"] == [4, 10]
-    assert "graded_by" not in written
-    (few, samples, seed, _), out = evaluated(n_prompts=4, samples=2, seed=0)
-    assert (few, samples, seed) == (of_run[:4], 2, 0), "the problems do not depend on the seed"
-    assert json.loads(out.read_text())["seed"] == 0
-    (every, _, _, _), _ = evaluated(n_prompts=100)
-    assert sorted(every) == [*range(11)], "a prompt of 20 tokens fits, one of 21 does not"
-    assert every[:9] == of_run
-
-
-def test_each_evaluation_has_a_file_of_its_own(evaluated, tmp_path):
+def test_each_evaluation_has_a_file_of_its_own():
     """What asks for other numbers does not write over them; the same once more does."""
-    asked = [
-        {},
-        {"problems": tmp_path / "other.jsonl"},
+    saved = SimpleNamespace(path=Path("run/train.safetensors"))
+
+    def file(problems="p.jsonl", seed=5, graded_by="flaws", **flags):
+        cli = evaluate.EvaluateSettings(run=Path("run"), **flags)
+        hashes = {"problems": problems, "reference": graded_by}
+        return evaluate._own_file(cli, saved, Path(problems), seed, hashes)
+
+    others = [
+        {"problems": "other.jsonl"},
+        {"graded_by": "functions"},
         {"split": "all"},
-        {"split": "val"},
         {"n_prompts": 4},
         {"samples": 4},
         {"seed": 6},
-        {"problems": tmp_path / "p.jsonl", "reward": "a:b", "reference": "a:b"},
     ]
-    files = [evaluated(**how)[1] for how in asked]
-    assert len({*files}) == len(asked)
-    assert {file.parent for file in files} == {tmp_path / "run" / "evaluations"}
-    (tmp_path / "p.jsonl").write_text("changed", encoding="utf-8")
-    assert evaluated()[1] not in files
-    assert evaluated(seed=5)[1] == evaluated()[1]
-    assert json.loads(files[-1].read_text())["graded_by"] == "functions"
+    files = [file(), *(file(**how) for how in others)]
+    assert len({*files}) == len(files)
+    assert {path.parent for path in files} == {Path("run/evaluations")}
+    assert file() == files[0]
 
 
 def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_evaluation(tmp_path):

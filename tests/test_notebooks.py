@@ -10,7 +10,7 @@ import pytest
 from tqdm import tqdm
 
 import vgrout
-from notebooks import NOTEBOOKS, code_cells, executed
+from notebooks import NOTEBOOKS, code_cells
 from runs import SMALL
 from vgrout.ground import console
 from vgrout.runs.recorder import Recorder
@@ -134,26 +134,3 @@ def test_its_cells_run_in_a_plain_process(notebook, tmp_path, shared_run):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "verdict: " in done.stdout
     assert len(list(tmp_path.glob("out/runs/*/dynamics.png"))) == 2
-
-
-@pytest.mark.long
-def test_jupyter_shows_a_bar_the_verdict_a_table_and_the_figure(tmp_path, shared_run):
-    pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    (notebook,) = (path for path in NOTEBOOKS if path.stem == "first_run")
-    cells = executed(notebook, shared_run.warm(tmp_path)).cells
-    shown = {cell.id: cell.outputs for cell in cells if cell.cell_type == "code"}
-
-    (training,) = shown["train"]
-    assert training.name == "stdout"
-    assert "20 of 20 steps |" in training.text
-    assert "seconds" not in training.text
-    for line in ("as trained ", "deployed ", "verdict: "):
-        assert f"\n{line}" in training.text
-    (run,) = shown["run"]
-    assert "finished after 20 steps" in run.data["text/html"]
-    (plot,) = shown["plot"]
-    assert plot.data["image/png"]
-    # the second run is quiet: the table alone
-    (compared,) = shown["compare"]
-    assert "hack_deploy" in compared.data["text/plain"]
