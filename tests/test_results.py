@@ -8,6 +8,8 @@ import pytest
 from loguru import logger
 
 from runs import flags, run
+from test_table import row
+from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
 from vgrout.runs import results, verdict
@@ -87,23 +89,12 @@ def test_a_fault_in_one_file_of_numbers_leaves_the_other(name, ended, monkeypatc
     assert (path / NUMBERS[1]).exists() == (name in ("write_answers", "answer_lines"))
 
 
-@pytest.mark.long
-def test_a_run_whose_picture_fails_has_finished(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vgrout.report.figures.dynamics", broken)
-    path = run(tmp_path, *flags("none", "--steps=1"))
-    assert status(tmp_path / path)["state"] == "finished"
-    output = capsys.readouterr().out
-    assert "dynamics.png: left out, KeyError" in output
-    assert "deployed" in output
-
-
-def test_the_page_has_every_fifth_step_in_ten_columns(ended):
-    path, write = ended
-    write()
-    table = (path / "summary.md").read_text().partition("## Steps")[2].strip().splitlines()
-    cells = [line.strip("| ").split("|") for line in table[:5]]
-    assert [int(row[0]) for row in cells[2:]] == [0, 4, 6]
-    assert len(rows(path)) == 7, "the others are in steps.jsonl"
+def test_the_page_has_every_fifth_step_in_ten_columns():
+    cfg, problems = resolve(["smoke", "--intervention=none"]), SimpleNamespace(trained_flaws=())
+    steps = [row(step=step) for step in range(7)]
+    page = verdict.steps_table(SimpleNamespace(cfg=cfg, problems=problems, rows=steps))
+    cells = [line.strip("| ").split("|") for line in page.splitlines()[:5]]
+    assert [int(of_step[0]) for of_step in cells[2:]] == [0, 4, 6]
     assert len(cells[0]) <= 10
 
 
