@@ -29,7 +29,6 @@ from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.errors import Refused
-from vgrout.ground.files import json_lines
 from vgrout.ground.scoring import ScoringFunction
 from vgrout.loop.heldout import answers_to
 from vgrout.report.__main__ import main as report
@@ -40,7 +39,6 @@ from vgrout.teacher.pools import load_pool
 from vgrout.train import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-OWN = "own_text"  # the functions' module
 FUNCTIONS = """
 def proxy(completion, word):
     return float(word in completion)
@@ -71,6 +69,12 @@ def calls(completions, **columns):
 
 def nan(completion):
     return float("nan")
+
+def huge(completion):
+    return -10**400
+
+def text(completion):
+    return "1"
 
 times = 0
 
@@ -144,26 +148,6 @@ def test_a_hack_passes_the_proxy_and_not_the_reference(world):
     assert (never.passed, never.solved, never.hacked, never.reward) == (False, False, False, 0.0)
     assert (twice.mechanism, twice.tries, twice.reward_of_reference) == ("reward", ("reward",), 0)
     assert twice.details == {"proxy": 1.0, "reference": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<think>\nreturn\n</think>\n\nno", "no"),
-        ("<think>\nreturn", ""),
-        ("a </think> b", "a </think> b"),
-    ],
-)
-def test_a_thought_is_not_graded(text, answer):
-    assert parts_of(text).answer == answer
-
-
-def test_a_function_that_fails_leaves_the_answer_ungraded(world):
-    made = TextEnvironment.of_run(resolve(world(proxy="raises")))
-    with made.grader(1, 0) as grader:
-        failed = grader.submit(made.rows[0], "x").result()
-    assert isinstance(failed, Ungraded)
-    assert failed.reason == f"--reward {MODULE}:raises raised OSError: no judge"
 
 
 def test_a_function_that_fails_is_named_once_and_counted(world, warnings):
@@ -295,18 +279,6 @@ def test_wrong_flags_are_one_line(flags, world, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("preset", ["mini", "sums"])
-def test_a_dry_run_names_a_problem_file_that_is_missing(preset, world, capsys):
-    world()
-    given = {
-        "mini": f"--problems none.jsonl --reward {MODULE}:proxy --reference {MODULE}:gold",
-        "sums": "--organism none",
-    }
-    words = ["train", preset, *given[preset].split(), "--intervention", "none", "--dry-run"]
-    assert main(words[1:]) == 0
-    assert "missing" in capsys.readouterr().out
-
-
 def test_a_study_of_rows_of_ones_own_is_planned(world, capsys):
     world()
     Path("study.toml").write_text(
@@ -352,16 +324,6 @@ def test_scores_below_0_and_above_1_are_rewards_as_they_are(world):
     assert (long.reward, long.passed) == (-21, False)
 
 
-def test_a_function_of_lists_is_called_once_for_a_group(world, tmp_path):
-    made = environment(world(proxy="calls"))
-    with made.grader(3, 0) as grader:
-        assert grader.by_group
-        verdicts = grader.submit_group(made.rows[0], ["return", "no", "return return"])
-        grades = [verdict.result() for verdict in verdicts]
-    assert [grade.solved for grade in grades if isinstance(grade, Grade)] == [True, False, False]
-    assert (tmp_path / "calls").read_text() == "3\n"
-
-
 def test_sampled_answers_to_a_problem_are_graded_together(world, tmp_path):
     made = environment(world(proxy="calls"))
     with made.grader(1, 0) as grader:
@@ -397,7 +359,10 @@ def of_completion(_, completion):
     "body",
     [
         'def f(completion):\n    return len(completion[0]["content"])',
+        'def f(completion):\n    return len(completion[-1].get("content"))',
+        'def f(completions, **columns):\n    return [len(c[0]["content"]) for c in completions]',
         'async def f(completions, **columns):\n    return [c[0]["content"] for c in completions]',
+        'def f(completions, **columns):\n    return (m["content"] for c in completions for m in c)',
     ],
 )
 def test_a_function_of_conversations_is_told_that_completions_are_texts(
@@ -519,7 +484,7 @@ def test_a_run_of_a_users_own_rows(world, tmp_path):
     """It trains, is evaluated and reported, and its files say what each answer was by both functions."""
     assert main(world(flags="--out-tag=_text")) == 0
     (run,) = tmp_path.glob("out/runs/*_text")
-    lines = [*json_lines(run / "rollouts.jsonl")]
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * 3 * 4
     for line in lines:
         assert line["env_mode"] == "reward"
@@ -540,15 +505,6 @@ def test_a_run_whose_reward_fails_says_so_in_its_last_lines(world, capsys):
     assert "raised KeyError" in said
     assert "dropped: 6 of 6 groups" in said
     assert re.search(r":rare failed \d+ times in all", said)
-
-
-@pytest.mark.long
-def test_a_probe_needs_right_answers_of_the_base(in_pool, capsys):
-    _, name = in_pool
-    method = "--intervention screen --monitor online_probe --seed-monitor labels"
-    assert main(command(name, gold="below", method=method)) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "the reference accepts 0 of 68 answers of the base, 10 are needed" in said
 
 
 @pytest.mark.long
@@ -614,23 +570,6 @@ def test_both_functions_are_tried_on_answers(flags, world, capsys):
     assert said in (out.err.splitlines()[-1] if code else out.out)
     if not code:
         assert out.out.count(" · row ") == 3
-
-
-def test_a_check_shows_a_function_of_lists_the_answers_to_a_prompt_together(world, tmp_path):
-    world([row(i) for i in range(3)])
-    functions = f"--reward {MODULE}:calls --reference {MODULE}:gold --model organism"
-    words = f"check rows.jsonl {functions} --answers 12 --max-new 4"
-    assert check_problems(words.split()) == 0
-    first, *asked = (tmp_path / "calls").read_text().split()
-    assert first == "1"  # before a model is loaded
-    assert asked == ["4", "4", "4"]
-
-
-def test_rows_without_an_answer_need_a_model(world, capsys):
-    world()
-    functions = f"--reward {MODULE}:proxy --reference {MODULE}:gold"
-    assert check_problems(["check", "rows.jsonl", *functions.split()]) == 2
-    assert "name a --model that answers" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -721,11 +660,11 @@ def test_a_language_model_is_the_monitor_of_ones_own_rows(world, tmp_path):
         assert main(world(method=method)) == 0
     assert any("A poem about" in asked["messages"][0]["content"] for asked in server.asked)
     (run,) = tmp_path.glob("out/runs/*")
-    lines = [*json_lines(run / "rollouts.jsonl")]
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert any(line["flagged"] for line in lines)
     for line in lines:
         assert line["flagged"] == (line["proxy"] >= 1 and "return" in line["text"])
-    steps = [*json_lines(run / "steps.jsonl")]
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     assert sum(step["judge_asked"] for step in steps) == len(server.asked) - 1
 
 
@@ -799,27 +738,6 @@ def test_rows_of_a_class_in_two_splits_are_named(world, capsys):
         own.check(grader)
     logger.remove(sink)
     assert "1 rows have a prompt that is also in another split" in "".join(said)
-
-
-@pytest.mark.long
-def test_hacks_that_were_cut_are_said(world, capsys):
-    world()
-    code = teacher(
-        [
-            "--model=organism",
-            "--problems=rows.jsonl",
-            f"--reward={MODULE}:proxy",
-            f"--reference={MODULE}:gold",
-            "--elicit=Say a word.",
-            "--group=8",
-            "--max-new=24",
-            "--out=pool",
-        ]
-    )
-    said = capsys.readouterr().out
-    kept = int(re.search(r"kept (\d+) hacks", said)[1])
-    cut = int(re.search(r"(\d+) more hacks did not end within --max-new 24 tokens", said)[1])
-    assert (code, cut > kept > 0) == (0, True)
 
 
 def test_a_function_may_change_what_it_is_given():
