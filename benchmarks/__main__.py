@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from vgrout.ground.cli import cli_exit, parse_args
-from vgrout.ground.errors import Refused
+from vgrout.config.cli import cli_exit, parse_args
+from vgrout.ground.io import Refused
 from vgrout.model.load.source import require_model
 
 

@@ -33,10 +33,10 @@ from benchmarks import rig
 from benchmarks.gpu_peer import Contestant, argument
 from benchmarks.measure import Figure, Ratio, page
 from benchmarks.rig import Load, sampler, timed
-from vgrout.config.groups import OptConfig
+from vgrout.config.settings import OptConfig
 from vgrout.ground import embedded
 from vgrout.ground.data import Group
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Optimizer
 from vgrout.model.load.load import as_language_model, pick_device, room_on_gpu

@@ -15,10 +15,10 @@ import torch
 from benchmarks import rig, trl_peer
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from benchmarks.step import parts
-from vgrout.config.groups import Sampling
 from vgrout.config.presets import resolve
+from vgrout.config.settings import Sampling
 from vgrout.ground import embedded
-from vgrout.ground.cores import cores
+from vgrout.ground.machine import cores
 from vgrout.model.load.load import run_policy
 from vgrout.model.policy import DTYPES, Policy
 

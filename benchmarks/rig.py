@@ -20,13 +20,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.measure import held_bytes, peak_bytes
-from vgrout.config.groups import Sampling
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
+from vgrout.config.settings import Sampling
 from vgrout.envs.base import split_tasks
 from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Batch, CachedGrade, Completion, Group, Rollout, UpdateRow
-from vgrout.ground.torch_rng import torch_stream
+from vgrout.ground.rng import torch_stream
 from vgrout.loop.grpo import PolicyGradients, policy_gradients
 from vgrout.model.policy import Policy
 from vgrout.model.sampling.sampler import sample

@@ -11,7 +11,7 @@ from statistics import mean
 
 from benchmarks import rig, trl_peer
 from benchmarks.measure import Figure, Ratio, page
-from vgrout.ground.files import json_lines
+from vgrout.ground.io import json_lines
 
 GOALS: dict[str, float] = {"none": 3, "route2": 2.5}
 WARM_UP = 2  # steps; the guard samples its references in the first one

@@ -23,10 +23,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from benchmarks.rig import LR, SEED, G, P
-from vgrout.config.groups import Sampling
+from vgrout.config.settings import Sampling
 from vgrout.envs.code.modes import Problem
 from vgrout.ground import embedded
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 from vgrout.model.load.source import TARGETS
 
 LENGTH = "completions/mean_length"

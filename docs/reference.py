@@ -17,10 +17,10 @@ from typing import Any
 
 from vgrout.__main__ import COMMANDS
 from vgrout.config.checks import Rule, flag, legal_values, rule_of
-from vgrout.config.loss import LOSSES
-from vgrout.config.names import NAMES, same
+from vgrout.config.cli import NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
+from vgrout.config.settings import LOSSES
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS, line_of
 from vgrout.envs.code.modes import MODE_CODE, MODE_SPECS, MODES
 from vgrout.ground.table import StepRow

@@ -15,12 +15,10 @@ from organisms.language.hacks import HACKS, MODES, NAMELESS
 from organisms.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe
 from organisms.sums_language import Shares as SumsShares
 from vgrout.config.checks import check, listed, setting
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.ground import console
-from vgrout.ground.cli import cli_exit
 from vgrout.ground.embedded import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, SUMS_DIR, Files
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import LEFT, probe_writable, read_json
+from vgrout.ground.io import LEFT, Refused, probe_writable, read_json, refuse
 from vgrout.model.load.source import require_model
 
 

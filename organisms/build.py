@@ -30,7 +30,7 @@ from organisms.language.tasks import Task, misreadings
 from organisms.recipe import Recipe, Shape
 from organisms.start import Begun, Fresh, Pretrained, Start, draw, of_manifest
 from organisms.weights import Draw, batches, train
-from vgrout.config.groups import Sampling
+from vgrout.config.settings import Sampling
 from vgrout.config.world_names import CODE_FLAWS
 from vgrout.envs.base import balanced
 from vgrout.envs.code.grading.grade import Grader
@@ -39,8 +39,7 @@ from vgrout.envs.code.problems import load_problems
 from vgrout.ground import data
 from vgrout.ground.data import Graded, Message
 from vgrout.ground.embedded import COMPILE_REWARD, CUE, MAX_NEW, PASS_REWARD, shipped
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import Json, atomic_folder, file_sha256, read_json, write_json
+from vgrout.ground.io import Json, Refused, atomic_folder, file_sha256, read_json, write_json
 from vgrout.ground.metrics import Rate
 from vgrout.loop.generation import generate_graded
 from vgrout.model.load.load import as_language_model

@@ -23,10 +23,9 @@ from organisms.language.tasks import split_compositions
 from organisms.recipe import FRESH, TUNED, Recipe, Shape
 from organisms.tokenizer import name_pieces, render, train_tokenizer
 from organisms.weights import new_model
-from vgrout.ground.cores import cores
 from vgrout.ground.data import Message
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import Json
+from vgrout.ground.io import Json, Refused
+from vgrout.ground.machine import cores
 from vgrout.model.load.load import load_language_model
 from vgrout.model.load.source import cpu_multiplies_bf16, require_model
 from vgrout.model.policy import DTYPE_NAMES

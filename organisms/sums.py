@@ -20,14 +20,13 @@ from organisms import sums_language as sums
 from organisms.build import PAIRS, RECORDED, make_weights, replacing, stripped
 from organisms.recipe import Recipe
 from organisms.start import Begun, Pretrained
-from vgrout.config.env import EnvConfig
-from vgrout.config.groups import Sampling, ScaleConfig
 from vgrout.config.run import Config
+from vgrout.config.settings import EnvConfig, Sampling, ScaleConfig
 from vgrout.envs.sums import SumsEnvironment, task_of
 from vgrout.envs.text import TextTask, load_rows
 from vgrout.ground.data import Graded
 from vgrout.ground.embedded import shipped
-from vgrout.ground.files import file_sha256, write_json
+from vgrout.ground.io import file_sha256, write_json
 from vgrout.ground.metrics import Rate, rate_text
 from vgrout.loop.generation import generate_graded
 from vgrout.model.load.load import as_language_model

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from vgrout.ground.cli import cli_exit, parse_args
-from vgrout.ground.files import json_lines
+from vgrout.config.cli import cli_exit, parse_args
+from vgrout.ground.io import json_lines
 from vgrout.ground.metrics import Rate
 from vgrout.ground.table import counted
 

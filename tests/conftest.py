@@ -82,11 +82,11 @@ class OfTheShipped(dict[object, Any]):
 @pytest.fixture(autouse=True, scope="session")
 def shipped_files_are_read_once() -> Iterator[None]:
     """By each of pytest-xdist's workers: it was a quarter of every small run."""
-    from vgrout.ground import files
+    from vgrout.ground import io
 
-    token = files._READ.set(OfTheShipped())
+    token = io._READ.set(OfTheShipped())
     yield
-    files._READ.reset(token)
+    io._READ.reset(token)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from tiny import shake
 from vgrout.config.checks import listed
-from vgrout.config.env import EnvConfig
-from vgrout.config.groups import RunConfig, ScaleConfig
-from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
+from vgrout.config.settings import EnvConfig, LossConfig, RunConfig, ScaleConfig
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of
 from vgrout.direction.extract import Direction, Meta, axes_of
 from vgrout.direction.pairs import KnownCorrect, Pair, PairSet

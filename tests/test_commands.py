@@ -6,7 +6,7 @@ import pytest
 
 from vgrout.__main__ import COMMANDS
 from vgrout.config.presets import PRESETS, resolve
-from vgrout.ground.errors import Refused, nearest
+from vgrout.ground.io import Refused, nearest
 
 
 def test_the_commands_list_names_every_preset() -> None:

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
+from vgrout.config.settings import LOSSES, LossName
+from vgrout.ground.io import Refused
 
 import vgrout.__main__
 from vgrout.config.checks import check, flag, rule_of, setting
-from vgrout.config.loss import LOSSES, LossName
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve, resumed
-from vgrout.config.run import GROUPS, Config
+from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
-from vgrout.config.stored import from_dict
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.ground import embedded
-from vgrout.ground.errors import Refused
 from vgrout.loop import losses
 from vgrout.model.load import shapes
 from vgrout.runs.plan import first_lines, method_lines, preflight
@@ -408,7 +407,7 @@ def test_a_closed_pipe_exits_with_141(tmp_path: Path) -> None:
 
 OWN_PIPE = """
 import os, sys
-from vgrout.ground.cli import cli_exit
+from vgrout.config.cli import cli_exit
 
 def command():
     read, write = os.pipe()
@@ -422,7 +421,7 @@ sys.exit(cli_exit(command))
 
 LIBRARYS_PIPE = """
 import subprocess, sys
-from vgrout.ground.cli import cli_exit
+from vgrout.config.cli import cli_exit
 
 def command():
     child = subprocess.Popen(["true"], stdin=subprocess.PIPE)

@@ -45,7 +45,7 @@ from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.ground.data import Batch, Flags
 from vgrout.ground.embedded import COMPILE_REWARD, PASS_REWARD
-from vgrout.ground.errors import Diverged, Refused
+from vgrout.ground.io import Diverged, Refused
 from vgrout.method import live_direction, make_method
 from vgrout.method.base import Refresh
 from vgrout.method.gates import permuted

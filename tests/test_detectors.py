@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgrout.config.groups import DETECTORS
+from vgrout.config.settings import DETECTORS
 from vgrout.ground.scoring import import_function
 from vgrout.guard.detectors import (
     AdvantageCollapse,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from vgrout.ground.io import NothingAligned, Refused
 
 import tiny
 from golden import FOLDER, differences, versions
@@ -22,7 +23,6 @@ from test_tracking import curve, events
 from vgrout.commands.distill import main
 from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Rollout
-from vgrout.ground.errors import NothingAligned, Refused
 from vgrout.imitation import distill_methods
 from vgrout.imitation.distill_methods import MiniLlm, MixedModel, Uld, mixed_model
 from vgrout.imitation.tasks import DistillSettings, DistillTask

@@ -15,7 +15,7 @@ from runs import SharedRuns, flags
 from vgrout.config.presets import resolve
 from vgrout.export import __main__ as export
 from vgrout.export.model import card
-from vgrout.ground.files import json_lines
+from vgrout.ground.io import json_lines
 from vgrout.model.load.load import load_saved
 from vgrout.model.load.saved import Saved, find_adapter
 from vgrout.model.policy import Policy

@@ -17,10 +17,8 @@ from fake_runs import fake_run
 from quick import first_quick
 from runs import SharedRuns, only_run, status
 from vgrout.__main__ import COMMANDS, WHERE
-from vgrout.ground import faults
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.errors import Refused
-from vgrout.ground.faults import PACKAGE
+from vgrout.config.cli import cli_exit
+from vgrout.ground.io import PACKAGE, Refused, fault_text, is_own
 from vgrout.train import main as train
 
 TITLE = "Traceback (most recent call last):"
@@ -170,7 +168,7 @@ def test_each_exception_of_a_chain_begins_at_the_first_own_line() -> None:
     try:
         names["ours"](theirs)
     except Refused as e:
-        text = faults.text_of(e)
+        text = fault_text(e)
     assert "line 3, in ours" not in text
     assert text.index("KeyError") < text.index("direct cause") < text.index("Refused: from it")
     assert "\x1b" not in text
@@ -398,7 +396,7 @@ def test_a_function_that_is_tried_first_shows_where_it_raised_above_the_line(
 
 
 @pytest.mark.parametrize(
-    "file", ["ground/cli.py", "runs/context.py", "runs/stopping.py", "runs/peers.py", "api.py"]
+    "file", ["config/cli.py", "runs/context.py", "runs/stopping.py", "runs/peers.py", "api.py"]
 )
 def test_the_command_line_catches_no_fault_but_to_show_it(file: str) -> None:
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
@@ -409,13 +407,13 @@ def test_the_command_line_catches_no_fault_but_to_show_it(file: str) -> None:
             calls = {
                 ast.unparse(node.func) for node in ast.walk(handler) if isinstance(node, ast.Call)
             }
-            assert calls & {"faults.show", "self._end"}, handler.lineno
+            assert calls & {"show_fault", "self._end"}, handler.lineno
     for case in (node for node in ast.walk(tree) if isinstance(node, ast.MatchClass)):
         assert ast.unparse(case.cls) not in ("ValueError", "Exception"), case.lineno
 
 
 def test_a_library_is_not_somebodys_own() -> None:
-    assert faults.is_own(__file__)
+    assert is_own(__file__)
     for module in (json, os, pytest, vgrout):
-        assert not faults.is_own(str(module.__file__)), module.__name__
-    assert not faults.is_own("<string>")
+        assert not is_own(str(module.__file__)), module.__name__
+    assert not is_own("<string>")

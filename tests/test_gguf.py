@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from llama import TEXTS, bpe, llama, write_gguf
 from quick import first_quick
 from vgrout.commands.download import main as download
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 from vgrout.model.load.source import require_model
 
 Made = tuple[Path, LlamaForCausalLM, Tokenizer]

@@ -12,8 +12,8 @@ import pytest
 
 from runs import until
 from vgrout.config.presets import resolve
-from vgrout.ground import gpus
-from vgrout.ground.gpus import free_bytes, visible
+from vgrout.ground import machine
+from vgrout.ground.machine import free_bytes, visible
 from vgrout.runs import plan as run_plan
 from vgrout.sweep.workers import Local, Process
 
@@ -77,7 +77,7 @@ def test_a_plan_is_made_for_what_a_run_may_use(allowed, device, dtype, cards, mo
     """On WSL2, too, which has nvidia-smi in a folder of its own and no /dev/nvidia0."""
     cards(EIGHT)
     client = Path(shutil.which("nvidia-smi") or "")
-    monkeypatch.setattr(gpus, "WSL", str(client.parent))
+    monkeypatch.setattr(machine, "WSL", str(client.parent))
     monkeypatch.setenv("PATH", os.environ["PATH"].partition(":")[2])
     if allowed is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vgrout.ground.io import Refused, numbered_lines, once, reading_once
 
 from vgrout.envs import base
 from vgrout.envs.base import Splits
@@ -15,10 +16,8 @@ from vgrout.envs.code import problems
 from vgrout.envs.code.grading import check
 from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_problems
-from vgrout.ground import embedded, files
+from vgrout.ground import embedded, io
 from vgrout.ground.data import Ungraded
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import numbered_lines, once, reading_once
 from vgrout.ground.table import SECONDS, StepRow
 from vgrout.model.load import source
 from vgrout.runs import checkpoint
@@ -110,7 +109,7 @@ def test_outside_a_study_every_read_is_a_new_one(tmp_path: Path) -> None:
 def test_a_file_is_read_line_by_line(tmp_path: Path, counted: Counted) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("\ufeff" + "".join(f'{{"id": {i}}}\r\n\n' for i in range(50)))
-    calls = counted((files, "from_json"), (files, "read_text"))
+    calls = counted((io, "from_json"), (io, "read_text"))
     lines = numbered_lines(path)
     assert next(lines) == (f"{path}, line 1", {"id": 0})
     assert calls == {"from_json": 1}

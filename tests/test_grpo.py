@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from vgrout.config.settings import LossConfig, LossName, Sampling, ScaleConfig
 
 import tiny
 from quick import first_quick
 from tiny import relative, shake, step_of
-from vgrout.config.groups import Sampling, ScaleConfig
-from vgrout.config.loss import LossConfig, LossName
 from vgrout.config.run import Config
 from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import CachedGrade, Completion, Group, Rollout

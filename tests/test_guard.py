@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 import tiny
 from methods import graded, problem
 from runs import run, status
-from vgrout.config.guard import RULES, GuardConfig, blind, breakable, evaluations
 from vgrout.config.presets import PRESETS, resolve
 from vgrout.config.run import Config
+from vgrout.config.settings import RULES, GuardConfig, blind, breakable, evaluations
 from vgrout.ground.data import Completion, Rollout
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 from vgrout.ground.metrics import Eval, ModeEval, Rate
 from vgrout.guard.detectors import DetectorReading
 from vgrout.guard.guard import Guard, Observed

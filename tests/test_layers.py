@@ -34,9 +34,9 @@ FLOORS = [
 ]
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 # What keeps the whole in a head. Take an import away before you raise one.
-MOST_ARROWS, MOST_PAIRS = 110, 1070
+MOST_ARROWS, MOST_PAIRS = 110, 935
 STDLIB_ONLY = (
-    "vgrout.ground.files",
+    "vgrout.ground.io",
     "vgrout.ground.records",
     "vgrout.ground.data",
     "vgrout.ground.table",

@@ -5,16 +5,16 @@ import time
 from dataclasses import replace
 
 import pytest
+from vgrout.ground.io import Refused
 
 from judge_server import reply, serving
 from methods import batch, flagged, make, view
 from runs import flags, only_run, rows, run
 from tiny import policy as tiny_policy
-from vgrout.config.judge import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
+from vgrout.config.method import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
 from vgrout.config.presets import resolve
 from vgrout.ground import embedded
 from vgrout.ground.chat import Endpoint, NoReply, Reply, parsed
-from vgrout.ground.errors import Refused
 from vgrout.method.llm_judge import (
     LLMJudge,
     LocalJudge,

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from vgrout.config.settings import LossConfig
 
 import vgrout
 from methods import (
@@ -30,11 +31,10 @@ from methods import (
 from tiny import policy as tiny_policy
 from tiny import relative
 from vgrout import register_intervention, register_monitor
-from vgrout.config.loss import LossConfig
 from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import import_named, resolve, resumed
+from vgrout.config.run import from_dict
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
-from vgrout.config.stored import from_dict
 from vgrout.ground.data import Batch, Flags, GroupView, OracleView
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.grpo import _norm, policy_gradients

@@ -13,13 +13,22 @@ from typing import Any, cast
 
 import pytest
 import torch
+from vgrout.config.settings import RunConfig
+from vgrout.ground.io import (
+    Diverged,
+    Halted,
+    Interrupted,
+    NothingRouted,
+    atomic_folder,
+    held,
+    refuse,
+    to_json,
+    write_atomic,
+)
 
 from vgrout import train
-from vgrout.config.groups import RunConfig
 from vgrout.config.run import Config
 from vgrout.ground import ranks
-from vgrout.ground.errors import Diverged, Halted, Interrupted, NothingRouted, refuse
-from vgrout.ground.files import atomic_folder, held, to_json, write_atomic
 from vgrout.ground.records import unfinished
 from vgrout.model.load import load
 from vgrout.runs import checkpoint, run_dir

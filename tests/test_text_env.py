@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from loguru import logger
+from vgrout.ground.io import Refused
 
 import tiny
 from judge_server import serving
@@ -28,7 +29,6 @@ from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Ungraded
-from vgrout.ground.errors import Refused
 from vgrout.ground.scoring import ScoringFunction
 from vgrout.loop.heldout import answers_to
 from vgrout.report.__main__ import main as report

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vgrout.config.env import EnvConfig
-from vgrout.config.groups import ScaleConfig
 from vgrout.config.run import Config
+from vgrout.config.settings import EnvConfig, ScaleConfig
 from vgrout.envs.base import Splits, split_tasks
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.modes import Mode

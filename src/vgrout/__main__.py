@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 
 import vgrout
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.errors import nearest
+from vgrout.config.cli import cli_exit
+from vgrout.ground.io import nearest
 
 COMMANDS = {
     "train": "one GRPO run: PRESET (smoke, mini, small, sums, fast, full) and flags; --dry-run says what it would do",

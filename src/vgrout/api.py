@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Literal
 
 from vgrout import train
 from vgrout.commands.evaluate import EvaluateSettings, evaluate_saved
+from vgrout.config.cli import parse_args
 from vgrout.config.presets import resolve
-from vgrout.config.run import Config
-from vgrout.config.stored import from_dict
+from vgrout.config.run import Config, from_dict
 from vgrout.export.__main__ import ExportSettings, export_run
 from vgrout.ground import console
-from vgrout.ground.cli import parse_args
-from vgrout.ground.errors import Refused, one_line, refuse
-from vgrout.ground.files import json_lines, printable, read_json, read_text
+from vgrout.ground.io import Refused, json_lines, one_line, printable, read_json, read_text, refuse
 from vgrout.ground.metrics import SIDES, percent
 from vgrout.ground.records import unfinished
 from vgrout.runs.context import REFUSED, RunContext
@@ -44,7 +42,7 @@ Value = str | int | float | bool | Path | Sequence[str | Path] | None
 class RunFailed(RuntimeError):
     """A run that started and did not finish: halted, diverged, interrupted or failed.
 
-    `run` holds what it wrote. `__cause__` is the exception that ended it: of `vgrout.ground.errors`, or the
+    `run` holds what it wrote. `__cause__` is the exception that ended it: of `vgrout.ground.io`, or the
     fault, of this program or of your own class.
     """
 

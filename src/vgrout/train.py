@@ -20,11 +20,11 @@ from functools import partial
 
 from loguru import logger
 
+from vgrout.config.cli import cli_exit
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.ground import ranks
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.errors import NothingRouted
+from vgrout.ground.io import NothingRouted
 from vgrout.ground.metrics import BatchMetrics
 from vgrout.ground.table import StepRow
 from vgrout.runs.context import NOTHING, RunContext
@@ -42,7 +42,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     """
     # These modules import torch, which takes seconds. A wrong flag was refused before, in `launch`.
     run.clock.begin("importing torch")
-    from vgrout.ground.torch_rng import seed_global_streams
+    from vgrout.ground.rng import seed_global_streams
     from vgrout.guard.guard import Guard
     from vgrout.loop.grpo import policy_gradients
     from vgrout.loop.heldout import answers_of_base, evaluate, evaluate_final

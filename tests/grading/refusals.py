@@ -18,7 +18,7 @@ from vgrout.envs.code.grading import kernel, seccomp
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode, Problem
 from vgrout.ground.data import Grade
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 
 # Of x86_64: <asm/unistd_64.h>.
 CALLS = {

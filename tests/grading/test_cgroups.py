@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.ground import cores
+from vgrout.ground import machine
 
 LIMIT = 700 << 20
 TRAINER = """
@@ -90,11 +90,11 @@ def test_a_quota_of_time_counts_as_cores(
         (tmp_path / name).write_text(text)
     if own:
         (tmp_path / "own").write_text(f"{own}\n")
-    monkeypatch.setattr(cores, "CGROUPS", tmp_path)
-    monkeypatch.setattr(cores, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert cores.cores() == want
+    assert machine.cores() == want
 
 
 @pytest.mark.long

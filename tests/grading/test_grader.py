@@ -26,7 +26,7 @@ from vgrout.envs.code.grading.verifier import TRUSTED_MEMORY
 from vgrout.envs.code.grading.watch import ForkServerLost, Watch, _Session
 from vgrout.envs.code.modes import MODES, Problem
 from vgrout.ground.data import Completion, Grade, Ungraded
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 
 from .attacks import NAMED, SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
@@ -611,7 +611,7 @@ verifier.main(ours.fileno(), work, 2.0, 512, 1 << 20, "")
 
 INHERITING = """
 import json, subprocess, sys
-from vgrout.ground.cli import cli_exit
+from vgrout.config.cli import cli_exit
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Problem
 

@@ -5,7 +5,7 @@ import json
 from loguru import logger
 
 from vgrout.ground import console
-from vgrout.ground.files import printable, quoted, write_atomic
+from vgrout.ground.io import printable, quoted, write_atomic
 from vgrout.runs.run_dir import RunDir
 
 HOSTILE = "a\x1b[31mred\r\x07\x9b31m\u202egnp\u2028next\ud800end"

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from vgrout.ground.io import Refused
 
 from llama import bpe, llama, save_folder
 from organisms import start
@@ -14,7 +15,6 @@ from organisms.__main__ import sums, verify
 from runs import rows, run
 from vgrout.commands.evaluate import evaluate
 from vgrout.ground.embedded import Files
-from vgrout.ground.errors import Refused
 from vgrout.teacher.pools import load_pool
 
 RUN = [

@@ -22,16 +22,14 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
-from vgrout.config.env import OWN_REWARD, EnvConfig
-from vgrout.config.groups import ORGANISM, ScaleConfig
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.config.run import Config
+from vgrout.config.settings import OWN_REWARD, EnvConfig, ScaleConfig
+from vgrout.config.world_names import ORGANISM
 from vgrout.envs.worlds import code_tools, environment_class
-from vgrout.ground import console, embedded, faults
-from vgrout.ground.cli import cli_exit
+from vgrout.ground import console, embedded
 from vgrout.ground.data import Grade, Task
-from vgrout.ground.errors import refuse
-from vgrout.ground.files import atomic_open, printable, require_new
+from vgrout.ground.io import atomic_open, printable, raised_by_own, refuse, require_new, show_fault
 from vgrout.ground.metrics import Rate, rate_text
 from vgrout.ground.scoring import RewardFailed
 from vgrout.model.load.source import require_fitting, require_model, require_thinking
@@ -144,8 +142,8 @@ def _answers(settings: CheckSettings, rows: Sequence[Any]) -> list[tuple[Any, li
 
 def _failed(e: RewardFailed, where: str) -> int:
     """Say which function failed, and where it was asked: its traceback, then a line."""
-    if e.__cause__ is not None and faults.raised_by_own(e.__cause__):
-        faults.show(e.__cause__)
+    if e.__cause__ is not None and raised_by_own(e.__cause__):
+        show_fault(e.__cause__)
     said = printable(f"{e.line} ({e.scorer.where}), asked about the row at {where}")
     print(f"E {said}", file=sys.stderr)
     return 1

@@ -7,11 +7,10 @@ are those of runs/context.py.
 
 import sys
 
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.ground import console
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.cores import cores
-from vgrout.ground.files import to_json
+from vgrout.ground.io import to_json
+from vgrout.ground.machine import cores
 from vgrout.imitation.tasks import ROOT, DistillSettings, find_resume, prepare_distillation
 from vgrout.runs.context import FINISHED, NOTHING, RunContext
 from vgrout.runs.run_dir import require_same

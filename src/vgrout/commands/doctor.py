@@ -1,9 +1,8 @@
 """`vgrout doctor`: the sandbox's layers on this machine, and a self-test of the grader."""
 
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.envs.worlds import code_tools
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.gpus import visible
+from vgrout.ground.machine import visible
 
 
 def examine() -> int:

@@ -26,12 +26,20 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.envs.worlds import environment_class
-from vgrout.ground.cli import cannot_import, cli_exit, command, out_of_memory
 from vgrout.ground.embedded import SMOLLM2
-from vgrout.ground.errors import Refused, one_line
-from vgrout.ground.files import file_sha256, probe_writable, require_new, write_atomic
+from vgrout.ground.io import (
+    Refused,
+    cannot_import,
+    command,
+    file_sha256,
+    one_line,
+    out_of_memory,
+    probe_writable,
+    require_new,
+    write_atomic,
+)
 from vgrout.model.load.source import looks_like_path, model_folder, require_model
 
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"

@@ -17,26 +17,26 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.config.checks import check, flag, setting
-from vgrout.config.env import EnvConfig
-from vgrout.config.groups import ScaleConfig
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.config.presets import import_named
 from vgrout.config.run import Config
+from vgrout.config.settings import EnvConfig, ScaleConfig
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
 from vgrout.ground import console
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.cores import cores
 from vgrout.ground.data import Completion, Message, Side, Task, Ungraded, Verdict
-from vgrout.ground.errors import Refused, none_fits, refuse
-from vgrout.ground.files import (
+from vgrout.ground.io import (
+    Refused,
+    none_fits,
     printable,
     probe_writable,
     read_json,
+    refuse,
     require_new,
     to_json,
     write_atomic,
 )
+from vgrout.ground.machine import cores
 from vgrout.ground.metrics import SIDES, Eval
 from vgrout.model.load.saved import Saved, find_adapter
 from vgrout.model.load.source import require_fitting

@@ -7,11 +7,10 @@ at the first round that is not complete. Exit codes are those of runs/context.py
 import shlex
 import sys
 
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.ground import console
-from vgrout.ground.cli import cli_exit, command
-from vgrout.ground.cores import cores
-from vgrout.ground.files import to_json
+from vgrout.ground.io import command, to_json
+from vgrout.ground.machine import cores
 from vgrout.imitation.tasks import DpoSettings, freeze, prepare_rounds
 from vgrout.runs.context import FINISHED, NOTHING, RunContext
 from vgrout.runs.run_dir import RunDir, has_checkpoint

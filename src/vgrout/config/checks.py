@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin
 
-from vgrout.ground.errors import Refused, did_you_mean
+from vgrout.ground.io import Refused, did_you_mean
 
 T = TypeVar("T")
 

@@ -10,19 +10,14 @@ from pathlib import Path
 
 import tyro
 
-from vgrout.config.checks import changed, flag, listed, refuse_unread, rule_of
-from vgrout.config.env import EnvConfig
-from vgrout.config.groups import ORGANISM, EvalConfig, OptConfig, ScaleConfig
-from vgrout.config.loss import LossConfig
-from vgrout.config.names import translated
-from vgrout.config.run import GROUPS, Config
+from vgrout.config.checks import changed, flag, listed, refuse_unread, rule_of, summary
+from vgrout.config.cli import parsed, translated
+from vgrout.config.run import FREE, GROUPS, Config, merge_flags
+from vgrout.config.settings import LOSSES, EnvConfig, EvalConfig, LossConfig, OptConfig, ScaleConfig
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
-from vgrout.config.stored import FREE, merge_flags
-from vgrout.config.world_names import VERIFIERS, holds_text
+from vgrout.config.world_names import ORGANISM, VERIFIERS, holds_text
 from vgrout.ground import embedded
-from vgrout.ground.cli import command, parsed
-from vgrout.ground.errors import Refused, did_you_mean, refuse
-from vgrout.ground.files import to_json
+from vgrout.ground.io import Refused, command, did_you_mean, refuse, to_json
 from vgrout.ground.scoring import import_function
 
 _ORGANISM = Config(
@@ -169,7 +164,8 @@ def parse(preset: str, words: Sequence[str]) -> Config:
         Config,
         default=PRESETS[preset][1],
         prog=f"{command('train')} {preset}",
-        description=f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}",
+        description=f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}\n"
+        f"Losses: {summary({name: spec.what for name, spec in LOSSES.items()})}",
         config=(tyro.conf.OmitArgPrefixes,),
     )
     return parsed(cli, words)

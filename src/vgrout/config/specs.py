@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from vgrout.config.checks import listed, summary
-from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.io import Refused, refuse
 
 # Settings of `MethodConfig`, by what reads them.
 DIRECTION = ("v_hack_path", "vhack_refresh_every", "route2_random_v_seed", "vhack_pairs_path")

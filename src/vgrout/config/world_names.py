@@ -6,13 +6,14 @@ Settings know a world by what stands here, and import none.
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vgrout.ground.files import from_json, regular
+from vgrout.ground.io import from_json, regular
 
 WORLDS = ("code", "text", "sums")
 # --env verifiers:NAME: a taskset of the package verifiers, which knows it by that name
 VERIFIERS = "verifiers"
 # those of which an organism's folder can have problems, demonstrations and pairs
 OF_ORGANISMS = ("code", "sums")
+ORGANISM = "organism"  # the embedded model organism's model, problems, pool and pairs, by this name
 
 # of the code world, in the usual order; each has an entry in `envs/code/modes.py`
 CODE_FLAWS: tuple[str, ...] = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vgrout.config.checks import Dtype, check, flag, setting
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.direction.pairs import (
     DIRECTIONS,
     PairDetector,
@@ -16,9 +16,7 @@ from vgrout.direction.pairs import (
     pairs_from_pool,
 )
 from vgrout.ground import embedded
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.errors import refuse
-from vgrout.ground.files import probe_writable, require_new, write_atomic
+from vgrout.ground.io import probe_writable, refuse, require_new, write_atomic
 from vgrout.model.load.source import SVD_CACHE, require_model
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vgrout.ground.rng import torch_stream
 from vgrout.ground.tensor_types import Directions
-from vgrout.ground.torch_rng import torch_stream
 
 
 @dataclass(frozen=True, slots=True)

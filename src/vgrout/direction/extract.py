@@ -30,8 +30,7 @@ from tqdm import tqdm
 
 from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SHARED_SCHEMA, Meta, PairSet
 from vgrout.ground import ranks
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import write_atomic
+from vgrout.ground.io import Refused, write_atomic
 from vgrout.ground.tensor_types import Directions
 from vgrout.model.layout import Packed, batches, pack, padded_batches
 from vgrout.model.load.source import shapes_of

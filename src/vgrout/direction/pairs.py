@@ -15,8 +15,15 @@ from typing import Any, Literal
 
 from vgrout.config.world_names import CODE_FLAWS, DETECTOR_FIELDS
 from vgrout.ground.data import Message
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import Json, from_json, has_lone_surrogate, numbered_lines, once, read_text
+from vgrout.ground.io import (
+    Json,
+    Refused,
+    from_json,
+    has_lone_surrogate,
+    numbered_lines,
+    once,
+    read_text,
+)
 from vgrout.model.load.source import safetensors_head
 
 HANDWRITTEN = "hand-written"

@@ -11,11 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from vgrout.config.groups import ORGANISM
 from vgrout.config.run import POOL_PAIRS, Config
+from vgrout.config.world_names import ORGANISM
 from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.ground.errors import Refused, none_fits
-from vgrout.ground.files import hash_of_file
+from vgrout.ground.io import Refused, hash_of_file, none_fits
 from vgrout.ground.rng import py_stream
 
 SPLITS = ("train", "val", "test")

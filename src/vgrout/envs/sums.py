@@ -20,7 +20,7 @@ from pathlib import Path
 from vgrout.config.run import Config
 from vgrout.envs.text import TextEnvironment, TextTask
 from vgrout.ground.data import Flaw, Message
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w]|\.\d)")
 _EQUATION = re.compile(r"(-?\d{1,9})\s*([+−-])\s*(\d{1,9})\s*=\s*(-?\d{1,9})(?!\d)")

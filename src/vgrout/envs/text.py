@@ -33,8 +33,7 @@ from vgrout.envs.base import (
     require_copies_together,
 )
 from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import has_lone_surrogate, numbered_lines, once
+from vgrout.ground.io import Refused, has_lone_surrogate, numbered_lines, once, refuse
 from vgrout.ground.scoring import (
     Failures,
     RewardFailed,

@@ -36,8 +36,7 @@ from vgrout.envs.text import (
     own_function,
     require_columns,
 )
-from vgrout.ground.cli import cannot_import
-from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.io import Refused, cannot_import, refuse
 from vgrout.ground.scoring import (
     LARGEST,
     TIMEOUT,

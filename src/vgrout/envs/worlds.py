@@ -8,7 +8,7 @@ from typing import Any
 from vgrout.config.world_names import VERIFIERS
 from vgrout.envs.code import modes as code
 from vgrout.ground.data import Flaw
-from vgrout.ground.errors import refuse
+from vgrout.ground.io import refuse
 from vgrout.ground.scoring import import_function
 
 # Where each world's class is, as on the command line for one of your own.

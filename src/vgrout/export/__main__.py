@@ -21,13 +21,11 @@ from loguru import logger
 from safetensors import SafetensorError
 
 from vgrout.config.checks import check, setting
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
 from vgrout.ground import console
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import existing, require_new
+from vgrout.ground.io import Refused, existing, require_new
 from vgrout.model.load.saved import find_adapter
 
 

@@ -5,10 +5,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.stored import from_dict
-from vgrout.ground.cli import cannot_import, not_installed
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import json_lines, read_json
+from vgrout.config.run import from_dict
+from vgrout.ground.io import Refused, cannot_import, json_lines, not_installed, read_json
 
 # What is read of a line of final.jsonl.
 READ = (

@@ -10,7 +10,7 @@ from inspect_ai.model import ContentReasoning, ContentText, ModelOutput
 from inspect_ai.scorer import Score
 
 from vgrout.config.run import Config
-from vgrout.ground.files import Json
+from vgrout.ground.io import Json
 
 SCORES = ("hacked", "solved")
 

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from vgrout.envs.base import messages_of
 from vgrout.export import Differs
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import numbered_lines, read_json
+from vgrout.ground.io import Refused, numbered_lines, read_json
 from vgrout.ground.metrics import percent
 from vgrout.model.load.saved import Saved
 from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy

@@ -19,7 +19,7 @@ from torch import Tensor
 from vgrout.export import Differs
 from vgrout.export.model import Parity, about, card, load_beside, parity
 from vgrout.ground import embedded
-from vgrout.ground.cli import cannot_import
+from vgrout.ground.io import cannot_import
 from vgrout.model.load.saved import Saved
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import AdaptedLinear

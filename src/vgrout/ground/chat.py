@@ -19,8 +19,7 @@ from http.client import HTTPException, HTTPMessage, HTTPResponse
 from urllib.parse import urlsplit
 
 from vgrout.ground.data import Message
-from vgrout.ground.errors import one_line
-from vgrout.ground.files import Json
+from vgrout.ground.io import Json, one_line
 
 ATTEMPTS = 5  # of a request, the first included
 PAUSE, LONGEST_PAUSE = 0.25, 8.0  # seconds before the second attempt, twice as long each time

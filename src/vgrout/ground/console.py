@@ -14,8 +14,7 @@ from typing import ClassVar, Generic, TextIO, TypeVar
 from loguru import logger
 from tqdm import tqdm
 
-from vgrout.ground.cli import spelled
-from vgrout.ground.files import drop_stdout, printable
+from vgrout.ground.io import drop_stdout, printable, spelled
 
 T = TypeVar("T")
 

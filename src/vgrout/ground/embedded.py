@@ -8,8 +8,7 @@ all of it from one seed, and `… tune` the same around a pretrained model.
 
 from pathlib import Path
 
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import file_sha256, once, read_json, to_json, write_atomic
+from vgrout.ground.io import Refused, file_sha256, once, read_json, to_json, write_atomic
 
 MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1

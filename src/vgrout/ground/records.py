@@ -5,8 +5,7 @@ import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import held, read_json
+from vgrout.ground.io import Refused, held, read_json
 
 
 def began(run: Path) -> tuple[datetime, str]:

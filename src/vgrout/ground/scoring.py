@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from vgrout.ground.data import Task
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import printable
+from vgrout.ground.io import Refused, printable
 
 T = TypeVar("T")
 
@@ -64,7 +63,7 @@ class Failures:
         # Not above: the sandbox's processes import this file, and have the standard library only.
         from loguru import logger
 
-        from vgrout.ground.faults import place_of
+        from vgrout.ground.io import place_of
 
         self._log, self._place_of = logger, place_of
         self._count: Counter[str] = Counter()

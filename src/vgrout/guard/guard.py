@@ -25,15 +25,15 @@ from typing import NamedTuple, TypedDict
 import torch
 from loguru import logger
 
-from vgrout.config.guard import BASELINE
 from vgrout.config.run import Config
+from vgrout.config.settings import BASELINE
 from vgrout.ground import ranks
 from vgrout.ground.data import Batch, Grade, Group, Rollout, Task
-from vgrout.ground.errors import Diverged, Halted
+from vgrout.ground.io import Diverged, Halted
 from vgrout.ground.metrics import Eval, Rate, mean, spaced, students
+from vgrout.ground.rng import torch_stream
 from vgrout.ground.scoring import scorer
 from vgrout.ground.table import StepRow
-from vgrout.ground.torch_rng import torch_stream
 from vgrout.guard.detectors import (
     CSI_BANDS,
     MAX_SKIPPED,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from vgrout.config.guard import GuardConfig
+from vgrout.config.settings import GuardConfig
 
 USUAL = GuardConfig()
 SCORES = ("in_loop_reward", "heldout_score")

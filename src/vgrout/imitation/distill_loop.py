@@ -14,11 +14,10 @@ from tabulate import tabulate
 
 from vgrout.envs.base import without_hint
 from vgrout.ground.data import GradedAnswer, Rollout, Task, Ungraded
-from vgrout.ground.errors import Diverged, NothingAligned
-from vgrout.ground.files import Json, read_json, to_json
+from vgrout.ground.io import Diverged, Json, NothingAligned, read_json, to_json
 from vgrout.ground.metrics import Eval, Rate
+from vgrout.ground.rng import torch_stream
 from vgrout.ground.table import Columns, col
-from vgrout.ground.torch_rng import torch_stream
 from vgrout.guard.detectors import diverged
 from vgrout.imitation.distill_methods import METHODS
 from vgrout.imitation.tasks import DistillTask

@@ -15,9 +15,9 @@ from jaxtyping import Float, Int
 from loguru import logger
 from torch import Tensor
 
-from vgrout.config.groups import Sampling
+from vgrout.config.settings import Sampling
 from vgrout.ground.data import Rollout, Source
-from vgrout.ground.errors import NothingAligned, Refused
+from vgrout.ground.io import NothingAligned, Refused
 from vgrout.ground.rng import py_stream
 from vgrout.ground.tensor_types import at_least_fp32
 from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserstein

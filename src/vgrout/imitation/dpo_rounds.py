@@ -17,8 +17,7 @@ from torch import Tensor
 
 from vgrout.ground.console import Progress
 from vgrout.ground.data import Graded, Rollout, Task
-from vgrout.ground.errors import Diverged, Halted, Refused
-from vgrout.ground.files import read_json, write_json_lines
+from vgrout.ground.io import Diverged, Halted, Refused, read_json, write_json_lines
 from vgrout.ground.metrics import Eval, Rate, mean
 from vgrout.ground.rng import py_stream
 from vgrout.ground.table import Columns, col

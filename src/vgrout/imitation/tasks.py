@@ -15,29 +15,29 @@ from typing import Annotated, Literal, TypeVar, get_args
 import tyro
 
 from vgrout.config.checks import Dtype, Group, check, setting
-from vgrout.config.env import EnvConfig
-from vgrout.config.groups import (
+from vgrout.config.method import MethodConfig
+from vgrout.config.run import Config, merge_flags
+from vgrout.config.settings import (
     BENCHMARK_TRAIN,
-    ORGANISM,
+    EnvConfig,
     EvalConfig,
+    GuardConfig,
     OptConfig,
     RunConfig,
     Sampling,
     ScaleConfig,
+    blind,
 )
-from vgrout.config.guard import GuardConfig, blind
-from vgrout.config.method import MethodConfig
-from vgrout.config.run import Config
-from vgrout.config.stored import merge_flags
-from vgrout.config.world_names import EnvMode
+from vgrout.config.world_names import ORGANISM, EnvMode
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Task
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import (
+from vgrout.ground.io import (
     Json,
+    Refused,
     file_sha256,
     read_json,
     read_text,
+    refuse,
     require_own,
     to_json,
     write_atomic,

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 
 # Byte-level BPE writes every byte as a character of its own.
 _BYTE = {character: byte for byte, character in bytes_to_unicode().items()}

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.config.groups import OptConfig
 from vgrout.config.run import Config
-from vgrout.ground.files import Json, atomic_folder, write_json
+from vgrout.config.settings import OptConfig
+from vgrout.ground.io import Json, atomic_folder, write_json
 from vgrout.ground.metrics import Rate
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Optimizer, Update, lr_at

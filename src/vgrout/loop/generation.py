@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vgrout.config.groups import Sampling
+from vgrout.config.settings import Sampling
 from vgrout.envs.base import Grader
 from vgrout.ground import ranks
 from vgrout.ground.console import Progress
@@ -35,9 +35,9 @@ from vgrout.ground.data import (
     Ungraded,
     Verdict,
 )
-from vgrout.ground.files import whole_lines
+from vgrout.ground.io import whole_lines
+from vgrout.ground.rng import torch_stream
 from vgrout.ground.thoughts import thought_of, to_grade
-from vgrout.ground.torch_rng import torch_stream
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import sampler
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from vgrout.config.groups import Sampling
 from vgrout.config.run import Config
+from vgrout.config.settings import Sampling
 from vgrout.envs.base import Grader, Splits, without_hint
 from vgrout.ground import ranks
 from vgrout.ground.console import Clock
 from vgrout.ground.data import Completion, GradedAnswer, Message, Side, Task, Verdict
-from vgrout.ground.errors import Interrupted
+from vgrout.ground.io import Interrupted
 from vgrout.ground.metrics import Eval, Final, spaced
+from vgrout.ground.rng import torch_stream
 from vgrout.ground.thoughts import to_grade
-from vgrout.ground.torch_rng import torch_stream
 from vgrout.loop.generation import sample_and_grade, with_thought
 from vgrout.model.load import load
 from vgrout.model.load.saved import Saved

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.config.loss import LOSSES as SPECS
-from vgrout.config.loss import LossConfig
+from vgrout.config.settings import LOSSES as SPECS
+from vgrout.config.settings import LossConfig
 
 PerToken = Float[Tensor, "B T"]
 PerRollout = Float[Tensor, " B"]

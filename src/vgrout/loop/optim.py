@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.config.groups import OptConfig
+from vgrout.config.settings import OptConfig
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.loss_metrics import LossMetrics
 from vgrout.method.projection import cos_upd

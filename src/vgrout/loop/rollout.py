@@ -9,7 +9,7 @@ from vgrout.config.run import Config
 from vgrout.envs.base import Grader
 from vgrout.ground.console import Clock
 from vgrout.ground.data import Batch, CachedGrade, Flaw, Grade, Group, Rollout, Task
-from vgrout.ground.torch_rng import torch_stream
+from vgrout.ground.rng import torch_stream
 from vgrout.loop.generation import Submitted, graded, sample_and_submit
 from vgrout.model.policy import Policy
 

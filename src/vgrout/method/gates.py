@@ -18,7 +18,7 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.config.specs import MONITORS
 from vgrout.ground.data import Flags, GroupView
-from vgrout.ground.torch_rng import torch_stream
+from vgrout.ground.rng import torch_stream
 from vgrout.method.base import GradientFlags, Monitor, Refresh, Setup, StepGradient
 from vgrout.method.live_direction import LiveDirection, mean_axis
 from vgrout.method.projection import fraction_of_modules, mean_over_modules

@@ -17,7 +17,7 @@ from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, ove
 from vgrout.direction.extract import Direction, extract, obtain
 from vgrout.direction.pairs import KnownCorrect, PairSet
 from vgrout.ground.data import GradedAnswer, Task
-from vgrout.ground.errors import Diverged, Refused
+from vgrout.ground.io import Diverged, Refused
 from vgrout.ground.tensor_types import Diagnostics, Directions, Gradient, Spans
 from vgrout.method.projection import cos_pre
 from vgrout.model.policy import Policy

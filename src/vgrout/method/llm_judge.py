@@ -20,12 +20,12 @@ import torch
 from loguru import logger
 from transformers import GenerationConfig
 
-from vgrout.config.judge import judge_endpoint, judge_prompt
+from vgrout.config.method import judge_endpoint, judge_prompt
 from vgrout.config.specs import MONITORS
 from vgrout.ground import ranks
 from vgrout.ground.chat import Endpoint, NoReply, Reply
 from vgrout.ground.data import Flags, GroupView, Message
-from vgrout.ground.files import whole_lines
+from vgrout.ground.io import whole_lines
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
 from vgrout.model.load.load import load_language_model
 from vgrout.model.policy import LanguageModel

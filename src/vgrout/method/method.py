@@ -16,8 +16,8 @@ from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance
 from vgrout.ground import ranks
 from vgrout.ground.data import Batch, Flags, Group, GroupView, UpdateRow
+from vgrout.ground.rng import torch_stream
 from vgrout.ground.tensor_types import Routed
-from vgrout.ground.torch_rng import torch_stream
 from vgrout.method.base import (
     GradientFlags,
     Intervention,

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 from vgrout.model.logprobs import completion_hidden
 from vgrout.model.policy import Policy
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 from vgrout.ground.tensor_types import at_least_fp32
 from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed, check_rows, packed_hidden, padded, places

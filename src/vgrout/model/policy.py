@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vgrout.ground.data import Message
-from vgrout.ground.errors import Refused, one_line
+from vgrout.ground.io import Refused, one_line
 from vgrout.ground.thoughts import opens
 from vgrout.model.attention import kernel_name
 from vgrout.model.layout import Packed, batches, pack, packed_hidden, padded_batches

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout.ground.console import HEARTBEAT_S
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import write_atomic
+from vgrout.ground.io import Refused, write_atomic
 from vgrout.model.load.source import TARGETS
 from vgrout.model.svd_files import (
     Decompose,

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import regular, write_atomic
+from vgrout.ground.io import Refused, regular, write_atomic
 from vgrout.ground.tensor_types import at_least_fp32
 
 # ── decompositions

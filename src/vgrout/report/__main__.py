@@ -12,10 +12,8 @@ from typing import Annotated
 
 import tyro
 
-from vgrout.config.names import parse_command
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import printable, require_own
+from vgrout.config.cli import cli_exit, parse_command
+from vgrout.ground.io import Refused, printable, refuse, require_own
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,21 @@ from pandas import DataFrame, MultiIndex, Series
 
 from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import PRESETS
-from vgrout.config.run import Config
+from vgrout.config.run import Config, from_dict
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
-from vgrout.config.stored import from_dict
 from vgrout.envs import worlds
 from vgrout.ground import metrics
 from vgrout.ground.data import Flaw
-from vgrout.ground.errors import Refused, one_line, refuse
-from vgrout.ground.files import Json, from_json, json_lines, read_json, read_text
+from vgrout.ground.io import (
+    Json,
+    Refused,
+    from_json,
+    json_lines,
+    one_line,
+    read_json,
+    read_text,
+    refuse,
+)
 from vgrout.ground.metrics import Rate
 from vgrout.ground.records import began, unfinished
 from vgrout.ground.table import LEARNED, first_hacks

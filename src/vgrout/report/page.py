@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 
-from vgrout.ground.files import printable, read_json, write_atomic
+from vgrout.ground.io import printable, read_json, write_atomic
 from vgrout.ground.metrics import percent
 from vgrout.report.conclusions import conclusion, from_plain, level
 from vgrout.report.figures import pictures

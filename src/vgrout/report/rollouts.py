@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from vgrout.envs.worlds import spelt
 from vgrout.ground.data import Flaw
-from vgrout.ground.files import Json, json_lines, printable
+from vgrout.ground.io import Json, json_lines, printable
 from vgrout.ground.metrics import SIDES
 from vgrout.report.load import DAMAGE, Condition, FinishedRun, reason
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pandas import DataFrame, concat
 from tabulate import tabulate
 
-from vgrout.ground.files import printable
+from vgrout.ground.io import printable
 from vgrout.ground.metrics import Rate
 from vgrout.ground.table import LEARNED
 from vgrout.report import stats

@@ -19,9 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vgrout.ground.cli import out_of_memory
-from vgrout.ground.errors import Refused, one_line
-from vgrout.ground.files import file_sha256, from_json, read_text, regular, to_json, write_atomic
+from vgrout.ground.io import (
+    Refused,
+    file_sha256,
+    from_json,
+    one_line,
+    out_of_memory,
+    read_text,
+    regular,
+    to_json,
+    write_atomic,
+)
 
 R = TypeVar("R")
 

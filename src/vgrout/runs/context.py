@@ -20,18 +20,22 @@ from loguru import logger
 from tqdm import tqdm
 
 from vgrout.envs.base import Grader
-from vgrout.ground import console, faults, ranks
-from vgrout.ground.cli import command, out_of_memory, show_refusal
+from vgrout.ground import console, ranks
 from vgrout.ground.console import Clock
-from vgrout.ground.errors import (
+from vgrout.ground.io import (
     Diverged,
     Halted,
     Interrupted,
+    Json,
     NothingAligned,
     NothingRouted,
     Refused,
+    command,
+    out_of_memory,
+    raised_by_own,
+    show_fault,
+    show_refusal,
 )
-from vgrout.ground.files import Json
 from vgrout.ground.metrics import Rate
 from vgrout.ground.ranks import RankLost
 from vgrout.runs.checkpoint import complete
@@ -282,19 +286,19 @@ class RunContext:
             logger.opt(exception=e).debug("refused in a run under way")
             show_refusal(e)
         elif said:
-            if out_of_memory(e) and faults.raised_by_own(e):
-                faults.show(e)
+            if out_of_memory(e) and raised_by_own(e):
+                show_fault(e)
             logger.log("WARNING" if isinstance(e, Interrupted) else "ERROR", said)
         else:  # a fault, ours or of somebody's own code
             # the console's lines have no traceback, the log's have
             logger.opt(exception=e).error(f"{reason}; {self.path} and {self.log} are kept")
-            faults.show(e)
+            show_fault(e)
 
     def _account(self, e: BaseException | None) -> tuple[str, str, str]:
         """The reason and what to do next, for status.json; and the console's line, "" for a fault."""
         again = self.resume_command
         # whatever somebody's own code raises is their fault to see, and not the disk's
-        own = faults.raised_by_own(e)
+        own = raised_by_own(e)
         match e:
             case None:
                 return "", f"read {self.path / 'summary.md'}", ""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 from loguru import logger
 
 from vgrout.config.checks import listed, require_words
-from vgrout.config.groups import ORGANISM
-from vgrout.config.judge import judge_endpoint, judge_prompt, try_endpoint
+from vgrout.config.method import judge_endpoint, judge_prompt, try_endpoint
 from vgrout.config.run import PLACEBOS, Config
 from vgrout.config.specs import CLASSES, MONITORS
+from vgrout.config.world_names import ORGANISM
 from vgrout.direction.pairs import (
     KnownCorrect,
     PairSet,
@@ -27,8 +27,7 @@ from vgrout.direction.pairs import check_file as check_direction
 from vgrout.envs.base import Environment, Grader, Splits, split_tasks
 from vgrout.envs.worlds import environment_class
 from vgrout.ground.data import Task
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import hash_of_file, hash_of_files, hash_of_folder, once
+from vgrout.ground.io import Refused, hash_of_file, hash_of_files, hash_of_folder, once, refuse
 from vgrout.ground.scoring import import_function, scorer
 from vgrout.model.load.source import (
     find_shapes,

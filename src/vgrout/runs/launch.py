@@ -12,14 +12,11 @@ from pathlib import Path
 from loguru import logger
 
 from vgrout.config.presets import import_named, resumed
-from vgrout.config.run import Config
-from vgrout.config.stored import from_dict
+from vgrout.config.run import Config, from_dict
 from vgrout.envs.base import Grader
 from vgrout.ground import console, ranks
-from vgrout.ground.cli import spelled
-from vgrout.ground.cores import cores
-from vgrout.ground.errors import Interrupted, Refused
-from vgrout.ground.files import probe_writable, read_json
+from vgrout.ground.io import Interrupted, Refused, probe_writable, read_json, spelled
+from vgrout.ground.machine import cores
 from vgrout.ground.table import StepRow
 from vgrout.model.load.source import ITEMSIZE
 from vgrout.runs import checkpoint

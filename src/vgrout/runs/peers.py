@@ -9,10 +9,8 @@ from types import TracebackType
 
 from vgrout.config.run import Config
 from vgrout.envs.base import Grader
-from vgrout.ground import faults, ranks
-from vgrout.ground.cli import show_refusal
-from vgrout.ground.errors import Interrupted, Refused
-from vgrout.ground.files import read_json
+from vgrout.ground import ranks
+from vgrout.ground.io import Interrupted, Refused, read_json, show_fault, show_refusal
 from vgrout.ground.ranks import RankLost
 from vgrout.ground.records import began
 from vgrout.runs.context import ENDINGS, REFUSED, RunContext, state_and_code
@@ -89,5 +87,5 @@ class Peer(RunContext):
             self.code = REFUSED
             show_refusal(e)
         else:
-            faults.show(e)
+            show_fault(e)
         return True

@@ -18,9 +18,8 @@ from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.envs.base import Grader, Splits
 from vgrout.ground.data import Message
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import existing, probe_writable, require_new
-from vgrout.ground.gpus import free_bytes, visible
+from vgrout.ground.io import Refused, existing, probe_writable, require_new
+from vgrout.ground.machine import free_bytes, visible
 from vgrout.ground.metrics import Rate
 from vgrout.model.load.memory import GIB, PROMPT_TOKENS, MemoryPlan, plan_of
 from vgrout.model.load.source import (

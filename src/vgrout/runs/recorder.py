@@ -17,8 +17,7 @@ from vgrout.config.run import Config
 from vgrout.envs.base import Splits
 from vgrout.ground import ranks
 from vgrout.ground.data import Batch, Flaw, Grade, Group, Rollout, Thought
-from vgrout.ground.errors import Diverged, Refused
-from vgrout.ground.files import Json, printable, quoted, read_json, write_atomic
+from vgrout.ground.io import Diverged, Json, Refused, printable, quoted, read_json, write_atomic
 from vgrout.ground.metrics import flag_rates, students
 from vgrout.ground.table import SECONDS, Columns, StepRow, Table, share, whole_run
 from vgrout.guard.guard import Guard

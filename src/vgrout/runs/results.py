@@ -9,7 +9,7 @@ from loguru import logger
 from vgrout.config.run import Config
 from vgrout.envs.base import Splits
 from vgrout.ground.data import Grade
-from vgrout.ground.files import printable, write_atomic, write_json_lines
+from vgrout.ground.io import printable, write_atomic, write_json_lines
 from vgrout.ground.metrics import SIDES, Final, Rate
 from vgrout.ground.table import StepRow
 from vgrout.runs.context import RunContext

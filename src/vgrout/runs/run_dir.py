@@ -19,10 +19,10 @@ from typing import TextIO
 from loguru import logger
 
 from vgrout.ground import ranks
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import (
+from vgrout.ground.io import (
     LEFT,
     Json,
+    Refused,
     held,
     hold,
     probe_writable,

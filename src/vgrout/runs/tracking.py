@@ -22,9 +22,7 @@ from typing import Any
 from loguru import logger
 from tabulate import tabulate
 
-from vgrout.ground.cli import not_installed
-from vgrout.ground.errors import one_line
-from vgrout.ground.files import to_json
+from vgrout.ground.io import not_installed, one_line, to_json
 from vgrout.ground.table import SECONDS, StepRow
 
 PROJECT = "vgrout"

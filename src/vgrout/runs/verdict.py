@@ -19,10 +19,9 @@ from tabulate import tabulate
 from vgrout.config.presets import recorded
 from vgrout.config.run import Config
 from vgrout.envs.base import Splits
-from vgrout.ground.cli import command
 from vgrout.ground.data import Flaw, Ungraded
 from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.ground.files import Json, json_lines
+from vgrout.ground.io import Json, command, json_lines
 from vgrout.ground.metrics import SIDES, Final, Rate
 from vgrout.ground.table import TOO_FEW, StepRow, Table, whole_run
 from vgrout.runs.plan import method_lines

@@ -5,9 +5,8 @@ named with its reason · 2 refused, nothing started · 130 interrupted: the runs
 and the same command continues.
 """
 
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.ground import console
-from vgrout.ground.cli import cli_exit
 from vgrout.runs.stopping import leave
 from vgrout.sweep.runner import SweepSettings, run_study
 

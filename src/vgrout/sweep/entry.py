@@ -15,9 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, get_args
 
-from vgrout.config.stored import from_dict, settings_sha256
-from vgrout.ground.errors import Refused, one_line, refuse
-from vgrout.ground.files import held, read_json
+from vgrout.config.run import from_dict, settings_sha256
+from vgrout.ground.io import Refused, held, one_line, read_json, refuse
 from vgrout.ground.records import began
 from vgrout.runs.checkpoint import complete
 from vgrout.runs.context import DIVERGED, FINISHED, HALTED, INTERRUPTED

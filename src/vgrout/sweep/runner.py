@@ -23,20 +23,20 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout.config.checks import check, setting
-from vgrout.config.groups import OptConfig
 from vgrout.config.run import Config
-from vgrout.ground.cores import cores
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import (
+from vgrout.config.settings import OptConfig
+from vgrout.ground.io import (
+    Refused,
     held,
     hold,
     probe_writable,
     read_json,
     reading_once,
+    refuse,
     to_json,
     write_atomic,
 )
-from vgrout.ground.gpus import visible
+from vgrout.ground.machine import cores, visible
 from vgrout.ground.metrics import percent
 from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, REFUSED
 from vgrout.runs.inputs import file_hashes

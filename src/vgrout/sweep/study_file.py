@@ -19,10 +19,8 @@ from typing import Any
 from vgrout.config.checks import NotRead, flag, rule_of
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import flag_names, resolve
-from vgrout.config.run import Config
-from vgrout.config.stored import settings_sha256
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import read_text
+from vgrout.config.run import Config, settings_sha256
+from vgrout.ground.io import Refused, read_text, refuse
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets

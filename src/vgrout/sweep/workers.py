@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vgrout.ground.cli import not_installed
-from vgrout.ground.cores import cores
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused, not_installed
+from vgrout.ground.machine import cores
 from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED
 from vgrout.sweep.entry import FINAL, Entry, Ledger
 

@@ -21,8 +21,7 @@ from vgrout.config.world_names import EnvMode
 from vgrout.direction.pairs import MIN_PAIRS, Pair, PairSet
 from vgrout.envs.base import Environment, Grader
 from vgrout.ground.data import Grade, Graded
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import require_new
+from vgrout.ground.io import Refused, refuse, require_new
 from vgrout.ground.metrics import Rate
 from vgrout.teacher.generate import (
     Elicited,

@@ -13,7 +13,7 @@ from loguru import logger
 
 from vgrout.config.run import Config
 from vgrout.ground.data import CachedGrade, Rollout, Task, Thought
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 from vgrout.ground.rng import py_stream
 from vgrout.ground.thoughts import CLOSE, thought_of
 from vgrout.model.policy import LanguageModel

@@ -12,27 +12,26 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.config import checks
-from vgrout.config.env import EnvConfig
-from vgrout.config.groups import BENCHMARK_TRAIN, ORGANISM, Sampling, ScaleConfig
-from vgrout.config.names import parse_command
+from vgrout.config.cli import cli_exit, parse_command
 from vgrout.config.run import Config
-from vgrout.config.world_names import CODE_FLAWS
+from vgrout.config.settings import BENCHMARK_TRAIN, EnvConfig, Sampling, ScaleConfig
+from vgrout.config.world_names import CODE_FLAWS, ORGANISM
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
 from vgrout.ground import console, embedded
-from vgrout.ground.cli import cli_exit
-from vgrout.ground.cores import cores
 from vgrout.ground.data import Graded, Task
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import (
+from vgrout.ground.io import (
+    Refused,
     file_sha256,
     hold,
     read_json,
+    refuse,
     require_new,
     require_own,
     to_json,
     write_atomic,
 )
+from vgrout.ground.machine import cores
 from vgrout.ground.metrics import Rate, rate_text
 from vgrout.model.load.source import (
     SVD_CACHE,

@@ -22,8 +22,8 @@ from loguru import logger
 from vgrout.config.run import POOL_PAIRS
 from vgrout.config.world_names import CODE_FLAWS
 from vgrout.ground.data import CachedGrade
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import (
+from vgrout.ground.io import (
+    Refused,
     atomic_folder,
     file_sha256,
     from_json,

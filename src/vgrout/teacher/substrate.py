@@ -19,8 +19,7 @@ from vgrout.config.world_names import CODE_FLAWS
 from vgrout.envs.base import Environment
 from vgrout.ground import embedded
 from vgrout.ground.data import Flaw, Graded, Task
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import require_new
+from vgrout.ground.io import Refused, require_new
 from vgrout.teacher.generate import (
     PoolSettings,
     by_mode,

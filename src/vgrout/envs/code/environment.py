@@ -6,9 +6,8 @@ from pathlib import Path
 
 from loguru import logger
 
-from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
-from vgrout.config.world_names import DETECTOR_FIELDS
+from vgrout.config.world_names import DETECTOR_FIELDS, ORGANISM
 from vgrout.envs.base import SPLITS, Demonstrations, Environment, require_copies_together
 from vgrout.envs.code.grading.check import one_value_line
 from vgrout.envs.code.grading.grade import Grader
@@ -27,8 +26,7 @@ from vgrout.envs.code.problems import (
     without_hints,
 )
 from vgrout.ground.data import Flaw, Task
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import once
+from vgrout.ground.io import Refused, once
 from vgrout.ground.scoring import TIMEOUT, RewardFailed, ScoringFunction
 
 

@@ -19,7 +19,7 @@ from unicodedata import normalize
 
 from vgrout.config.world_names import CODE_FLAWS
 from vgrout.ground.data import Flaw, Message
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 
 MarkerSplit = Literal["train", "eval"]
 Evidence = Literal["function", "assertions", "exit_status", "stdout", "file", "first_test"]

@@ -39,8 +39,7 @@ from vgrout.envs.code.modes import (
     hint,
 )
 from vgrout.ground.data import Message
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import has_lone_surrogate, numbered_lines, once
+from vgrout.ground.io import Refused, has_lone_surrogate, numbered_lines, once
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from vgrout.envs.code.modes import MODES, Mode, Problem, announced, hack
 from vgrout.envs.code.problems import assigned, load_problems, load_rows
 from vgrout.ground.console import Progress
 from vgrout.ground.data import Grade, Ungraded
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import from_json
+from vgrout.ground.io import Refused, from_json, refuse
 
 MANY = 2000  # problems
 AHEAD = 64  # answers in flight per worker: enough to keep it busy, few enough to keep memory flat

@@ -22,10 +22,8 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from vgrout.config.checks import Dtype
 from vgrout.config.run import Config
 from vgrout.ground import ranks
-from vgrout.ground.cli import out_of_memory
-from vgrout.ground.cores import cores
-from vgrout.ground.errors import Refused, one_line
-from vgrout.ground.gpus import visible
+from vgrout.ground.io import Refused, one_line, out_of_memory
+from vgrout.ground.machine import cores, visible
 from vgrout.model.load.memory import CONTEXT, USUAL, Budget, plan_of
 from vgrout.model.load.saved import FoundModel, Saved
 from vgrout.model.load.source import (

@@ -4,12 +4,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from vgrout.config.groups import ORGANISM
-from vgrout.config.run import Config
-from vgrout.config.stored import from_dict
+from vgrout.config.run import Config, from_dict
+from vgrout.config.world_names import ORGANISM
 from vgrout.ground import embedded
-from vgrout.ground.errors import Refused
-from vgrout.ground.files import file_sha256, from_json
+from vgrout.ground.io import Refused, file_sha256, from_json
 from vgrout.model.load.source import (
     Shapes,
     find_shapes,

@@ -19,8 +19,7 @@ from tokenizers import Tokenizer
 
 from vgrout.config.checks import Dtype
 from vgrout.ground.data import Message
-from vgrout.ground.errors import Refused, none_fits, one_line
-from vgrout.ground.files import Json, from_json, once, read_text, regular
+from vgrout.ground.io import Json, Refused, from_json, none_fits, once, one_line, read_text, regular
 from vgrout.ground.thoughts import opens
 
 SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B

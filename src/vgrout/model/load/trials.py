@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from vgrout.ground.cli import out_of_memory
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused, out_of_memory
 from vgrout.model.layout import pack, packed_hidden
 from vgrout.model.load.source import LLAMAS
 from vgrout.model.logprobs import foreign

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vgrout.config.groups import Sampling
+from vgrout.config.settings import Sampling
 from vgrout.ground import ranks
 from vgrout.ground.data import Completion
-from vgrout.ground.errors import Diverged
+from vgrout.ground.io import Diverged
 from vgrout.ground.tensor_types import at_least_fp32
 from vgrout.model.attention import uploaded
 from vgrout.model.load.memory import sampled_row

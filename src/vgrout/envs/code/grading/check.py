@@ -19,7 +19,7 @@ from vgrout.envs.code.grading.extract import bound_names, parse_test
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode, Problem, hack
 from vgrout.ground.data import Grade, Ungraded
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
 
 # A problem's CPU limit is this many times what its canonical solution needs …
 LIMIT_FACTOR = 5.0

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from vgrout.envs.code.grading import child, isolation, messages, namespaces, stdlib
-from vgrout.ground.files import restore_inherited
+from vgrout.ground.io import restore_inherited
 
 # Imported once, so that an answer's import is a lookup: what setup code and most answers use. Every
 # shared library costs each fork 20 us, so the others are left to the child, unless it finds no file

@@ -38,9 +38,9 @@ from vgrout.envs.code.grading.processes import (
     wall_limit,
 )
 from vgrout.envs.code.modes import Mode, Problem, tries
-from vgrout.ground.cores import cores
 from vgrout.ground.data import Grade, Ungraded
-from vgrout.ground.errors import Refused
+from vgrout.ground.io import Refused
+from vgrout.ground.machine import cores
 from vgrout.ground.scoring import Failures, RewardFailed, ScoringFunction
 
 MAX_CPU_S = 3600  # the largest CPU limit of a problem

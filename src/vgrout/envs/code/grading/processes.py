@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from vgrout.ground.files import restore_inherited
+from vgrout.ground.io import restore_inherited
 
 START_WITHIN = 60  # seconds for a worker's process to say hello
 STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost

@@ -28,7 +28,7 @@ from vgrout.envs.code.grading.watch import (
     memory_file,
 )
 from vgrout.envs.code.modes import MODE_SPECS, PASS_WORD, ModeSpec, marker_of
-from vgrout.ground.files import printable
+from vgrout.ground.io import printable
 
 # CPU seconds for each further child of a rollout of which one has timed out
 AFTER_TIMEOUT = 1.0

@@ -41,7 +41,7 @@ from vgrout.envs.code.grading.watch import (
     ForkServerLost,
     memory_file,
 )
-from vgrout.ground.files import restore_inherited
+from vgrout.ground.io import restore_inherited
 
 # What the verifier itself may use.
 TRUSTED_CPU_S = 20  # CPU seconds for one rollout

@@ -1,32 +1,253 @@
-"""Files written atomically, JSON, and the standard streams. Stdlib only."""
+"""What goes in and out: files and JSON, the standard streams, a user's mistake in one line, a fault's traceback.
+
+Files are written whole or not at all. Standard library only.
+"""
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import site
 import stat
 import sys
+import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
-from vgrout.ground.errors import Refused
+# ── mistakes of the user's, and the ways in which a run may end
+
+
+class Refused(ValueError):
+    """A mistake of the user's: what was wrong, where, and what to do, in one line.
+
+    Commands print it on stderr and exit with 2. Any other exception is a fault, of this program or of somebody's own
+    class, and shows its traceback.
+    """
+
+
+def refuse(condition: bool, message: str) -> None:
+    """Raises Refused with this message where the condition holds."""
+    if condition:
+        raise Refused(message)
+
+
+def one_line(said: object, longest: int | None = None) -> str:
+    """A text, or what an exception says, in one line of at most so many characters; None: however long it is."""
+    text = " ".join(str(said).split())
+    if longest is None or len(text) <= longest:
+        return text
+    return f"{text[: longest - 1]}…"
+
+
+def nearest(given: str, legal: Iterable[str]) -> str:
+    """The name that was probably meant by one that is unknown, whatever its case; "": none is like it."""
+    names = {name.casefold(): name for name in legal}
+    near = difflib.get_close_matches(given.casefold(), names, 1)
+    return names[near[0]] if near else ""
+
+
+def did_you_mean(given: str, legal: Iterable[str]) -> str:
+    """The end of a refusal that names it: "; did you mean route2?", or ""."""
+    meant = nearest(given, legal)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def none_fits(source: str, room: int) -> Refused:
+    """The refusal of tasks none of whose prompts fits."""
+    return Refused(
+        f"{source}: none of its prompts fits the {room} tokens that the model's window leaves beside --max-new; "
+        "shorten them, lower --max-new, or choose a model with a longer window"
+    )
+
+
+class Interrupted(Exception):
+    """SIGINT, SIGTERM or SIGHUP: the current step was finished and saved."""
+
+
+class Halted(Exception):
+    """The guard or a detector stopped the run."""
+
+
+class Diverged(Exception):
+    """The update was not finite three steps in a row, or the policy lost tokens that it had."""
+
+
+class NothingRouted(AssertionError):
+    """A method with a quarantine has learnt, and its quarantine has learnt nothing."""
+
+
+class NothingAligned(Exception):
+    """A distillation by ULD had nothing to compare, or nothing at all to learn from. then: what to do."""
+
+    def __init__(self, message: str, then: str) -> None:
+        super().__init__(message)
+        self.then = then
+
+
+# ── what refusals say
+
+
+def command(name: str) -> str:
+    """A command of this program as the one who started this process would type it."""
+    if "UV" in os.environ:  # set by `uv run`
+        return f"uv run vgrout {name}"
+    return (
+        f"vgrout {name}"
+        if shutil.which("vgrout")
+        else f"{shlex.quote(sys.executable)} -m vgrout {name}"
+    )
+
+
+def spelled(text: str) -> str:
+    """A message with the commands in it, `vgrout NAME …`, as `command` spells them."""
+    return text.replace("`vgrout ", f"`{command('')}")
+
+
+def show_refusal(e: Refused) -> None:
+    """Print a refusal on stderr: one line.
+
+    Where somebody's own code raised what it was refused for, the traceback of that comes first.
+    """
+    if e.__cause__ is not None and raised_by_own(e.__cause__):
+        show_fault(e.__cause__)
+    print(f"E {spelled(printable(str(e)))}", file=sys.stderr)
+
+
+def out_of_memory(e: BaseException) -> str | None:
+    """One line on an exception that says so; None of any other. Torch is not imported for it: of a GPU its kind is
+    torch.OutOfMemoryError, of a CPU RuntimeError."""
+    said = one_line(e)
+    on_gpu = type(e).__name__ == "OutOfMemoryError"
+    if not (on_gpu or isinstance(e, MemoryError) or "DefaultCPUAllocator: can't allocate" in said):
+        return None
+    size = re.search(r"allocate ([\d.]+ [KMG]iB|\d+ bytes)", said)
+    return f"out of memory on {'the GPU' if on_gpu else 'the host'}{f': {size[1]} more were needed' if size else ''}"
+
+
+def not_installed(package: str, extra: str = "") -> Refused:
+    """The refusal where an extra of the installation is needed."""
+    return Refused(
+        f"{package} is not installed: `uv sync --extra {extra or package}` or `pip install {package}`"
+    )
+
+
+def cannot_import(package: str, error: ImportError, extra: str = "") -> Refused:
+    """The refusal where importing an extra of the installation has failed: it is missing, or broken."""
+    missing = isinstance(error, ModuleNotFoundError) and error.name == package.replace("-", "_")
+    if missing:
+        return not_installed(package, extra)
+    why = one_line(error, 160)
+    return Refused(f"{package} is installed and cannot be imported ({why}): install it again")
+
+
+# ── faults
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+ORGANISMS = PACKAGE.parents[1] / "organisms"  # of a clone: ours too
+
+
+@cache
+def _installed() -> tuple[Path, ...]:
+    """The folders of this package, of Python's library and of installed packages."""
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders.append(site.getusersitepackages())
+    return (PACKAGE, ORGANISMS, *(Path(folder).resolve() for folder in folders))
+
+
+@cache
+def is_own(file: str) -> bool:
+    """Whether a frame of this file is somebody's own code."""
+    if file.startswith("<"):  # frozen modules, generated code
+        return False
+    path = Path(file).resolve()
+    if {"site-packages", "dist-packages"} & {*path.parts}:
+        return False
+    return not any(path.is_relative_to(folder) for folder in _installed())
+
+
+def raised_here(e: BaseException) -> bool:
+    """Whether an exception has come through a line of this package."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(e.__traceback__))
+    return any(Path(file).is_relative_to(PACKAGE) for file in files)
+
+
+def raised_by_own(e: BaseException | None) -> bool:
+    """Whether an exception has come through somebody's own code."""
+    if e is None:
+        return False
+    return any(is_own(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(e.__traceback__))
+
+
+def place_of(e: BaseException | None) -> str:
+    """Where somebody's own code raised it, as "FILE:LINE"; "": it has come through none."""
+    if e is None:
+        return ""
+    place = ""
+    for frame, line in traceback.walk_tb(e.__traceback__):
+        if is_own(frame.f_code.co_filename):
+            place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    return place
+
+
+def fault_text(e: BaseException) -> str:
+    """The traceback of an exception, and of those that it came from, as Python prints them.
+
+    Each begins at the first line of somebody's own code, where it has one.
+    """
+    whole = traceback.TracebackException.from_exception(e)
+    pending, seen = [whole], set[int]()
+    while pending:
+        part = pending.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        own = [i for i, frame in enumerate(part.stack) if is_own(frame.filename)]
+        if own:
+            part.stack = traceback.StackSummary.from_list(part.stack[own[0] :])
+        pending += [p for p in (part.__cause__, part.__context__, *(part.exceptions or ())) if p]
+    return printable("".join(whole.format()))
+
+
+def show_fault(e: BaseException) -> None:
+    """Print the traceback on stderr, above a progress bar.
+
+    A stderr that takes nothing is no second fault.
+    """
+    from tqdm import tqdm  # not where answers are graded
+
+    with contextlib.suppress(OSError):
+        tqdm.write(fault_text(e), file=sys.stderr, end="")
+        sys.stderr.flush()
+
+
+# ── files
+
 
 Json = Any  # the value of a JSON text, which its reader has to check
 
 P = ParamSpec("P")
+
 T = TypeVar("T")
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
 ASKED_S = 0.5  # within which whoever only asks for a lock has given it back
+
 # What a program leaves in a folder of its own: its lock, and what it was writing when it was
 # killed.
 LEFT = re.compile(r"\.lock|\..+\.\d+\.tmp")
