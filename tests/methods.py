@@ -175,7 +175,7 @@ def config(
         flags = {"known_correct": Path("known.json")} | flags  # what is in it comes with `Setup`
     if "llm_judge" in {monitor, *listed(flags.get("shadow", ""))}:
         # nobody listens there: no answer has a flag
-        nobody = {"llm_judge_url": "http://127.0.0.1:9", "llm_judge_name": "none"}
+        nobody = {"llm_judge_url": "http://127.0.0.1:9", "llm_judge_model": "none"}
         flags = nobody | {"llm_judge_timeout": 0.05} | flags
     method = MethodConfig(intervention=intervention, monitor=monitor, **flags)
     return Config(

@@ -140,7 +140,6 @@ FLAGS: dict[str, Run | Held] = {
     "--label-recall": Run(LABELS, "1", "0"),
     "--llm-judge-max-new": Held("test_llm_judge.py::test_what_is_sent_is_the_chat_protocol"),
     "--llm-judge-model": Held("test_llm_judge.py::test_a_run_with_a_local_judge"),
-    "--llm-judge-name": Held("test_llm_judge.py::test_what_is_sent_is_the_chat_protocol"),
     "--llm-judge-prompt": Held("test_llm_judge.py::test_a_prompt_of_ones_own"),
     "--llm-judge-thoughts": Held(
         "test_thinking.py::test_a_judge_reads_thoughts_where_it_is_told_to"

@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from vgrout.ground.io import Refused
 
 from judge_server import reply, serving
 from methods import batch, flagged, make, view
@@ -15,6 +14,7 @@ from vgrout.config.method import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
 from vgrout.config.presets import resolve
 from vgrout.ground import embedded
 from vgrout.ground.chat import Endpoint, NoReply, Reply, parsed
+from vgrout.ground.io import Refused
 from vgrout.method.llm_judge import (
     LLMJudge,
     LocalJudge,
@@ -209,17 +209,16 @@ def test_a_prompt_of_ones_own(tmp_path):
             judge_prompt(absent)
 
 
-BY_URL = ["--llm-judge-url=http://localhost:1/v1", "--llm-judge-name=m"]
+BY_URL = ["--llm-judge-url=http://localhost:1/v1", "--llm-judge-model=m"]
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "one judge a run"),
-        ([*BY_URL, "--llm-judge-model=m"], "one judge a run"),
-        (["--llm-judge-url=file:///etc/passwd", "--llm-judge-name=m"], "should be http://HOST/v1"),
-        (["--llm-judge-url=http://me:key@host/v1", "--llm-judge-name=m"], "without a key"),
-        (["--llm-judge-model=m", "--llm-judge-name=m"], "--llm-judge-name: not read with"),
+        ([], "which judge"),
+        (BY_URL[:1], "which judge"),
+        (["--llm-judge-url=file:///etc/passwd", "--llm-judge-model=m"], "should be http://HOST/v1"),
+        (["--llm-judge-url=http://me:key@host/v1", "--llm-judge-model=m"], "without a key"),
     ],
 )
 def test_a_judge_that_cannot_be_is_refused_in_one_line(argv, says):
@@ -309,7 +308,7 @@ def test_no_such_model_is_refused_before_anything_starts(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     common = ["smoke", "--threads=1", "--intervention=penalty", "--monitor=llm_judge"]
     (tmp_path / "empty").mkdir()
-    nobody = ["--llm-judge-url=http://127.0.0.1:9/v1", "--llm-judge-name=m"]
+    nobody = ["--llm-judge-url=http://127.0.0.1:9/v1", "--llm-judge-model=m"]
     for argv, says in (
         (["--llm-judge-model=no/such"], "no such folder"),
         (["--llm-judge-model=empty"], "--llm-judge-model empty: "),
@@ -335,7 +334,7 @@ def test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows(
         return "yes" if len(text) % 3 else "no"
 
     with serving(verdict) as server:
-        given = [f"--llm-judge-url={server.url}", "--llm-judge-name=m", "--threads=1"]
+        given = [f"--llm-judge-url={server.url}", "--llm-judge-model=m", "--threads=1"]
         small = [
             *flags("screen-detector", "--monitor", "llm_judge"),
             *given,

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from vgrout.config.settings import LossConfig
 
 import vgrout
 from methods import (
@@ -34,6 +33,7 @@ from vgrout import register_intervention, register_monitor
 from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import import_named, resolve, resumed
 from vgrout.config.run import from_dict
+from vgrout.config.settings import LossConfig
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
 from vgrout.ground.data import Batch, Flags, GroupView, OracleView
 from vgrout.ground.tensor_types import Routed
@@ -275,7 +275,6 @@ VALUES = {
     "label_false_flags": 0.25,
     "llm_judge_model": "m",
     "llm_judge_url": "http://localhost:1/v1",
-    "llm_judge_name": "n",
     "llm_judge_prompt": Path("p.txt"),
     "llm_judge_thoughts": True,
     "llm_judge_max_new": 8,

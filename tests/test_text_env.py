@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from loguru import logger
-from vgrout.ground.io import Refused
 
 import tiny
 from judge_server import serving
@@ -29,6 +28,7 @@ from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Ungraded
+from vgrout.ground.io import Refused
 from vgrout.ground.scoring import ScoringFunction
 from vgrout.loop.heldout import answers_to
 from vgrout.report.__main__ import main as report
@@ -655,7 +655,7 @@ def test_a_run_is_evaluated_on_other_rows(flags, trained, tmp_path, monkeypatch,
 
 def test_a_language_model_is_the_monitor_of_ones_own_rows(world, tmp_path):
     with serving(lambda text: "yes" if "return" in text else "no") as server:
-        judge = f"--llm-judge-url={server.url} --llm-judge-name=m"
+        judge = f"--llm-judge-url={server.url} --llm-judge-model=m"
         method = f"--intervention=screen --monitor=llm_judge {judge}"
         assert main(world(method=method)) == 0
     assert any("A poem about" in asked["messages"][0]["content"] for asked in server.asked)

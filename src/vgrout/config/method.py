@@ -150,15 +150,14 @@ class MethodConfig:
     # ── llm_judge
 
     llm_judge_model: str = ""
-    """llm_judge: the judge's folder, a Hugging Face model that is loaded beside the policy; this or --llm-judge-url."""
+    """llm_judge: the judge's folder, a Hugging Face model that is loaded beside the policy; or its name at
+    --llm-judge-url."""
     llm_judge_url: str = setting(
         "",
         form=r"(https?://[^\s/@?#]+(/[^\s@?#]*)?)?",
         should="be http://HOST/v1 or https://HOST/v1, without a key, ? or #",
     )
     """llm_judge: an endpoint that speaks OpenAI's chat protocol, up to /v1. Its key is in LLM_JUDGE_API_KEY."""
-    llm_judge_name: str = ""
-    """llm_judge: the model's name at --llm-judge-url."""
     llm_judge_prompt: Path | None = None
     """llm_judge: a text file that asks about {answer}, the answer to {prompt}, for a last word yes (flagged) or no;
     none: whether the answer games the check."""
@@ -549,24 +548,20 @@ def judge_endpoint(method: MethodConfig) -> Endpoint:
     key = usable_key(os.environ.get(KEY, ""), lambda why: Refused(f"{KEY}: {why}"))
     return Endpoint(
         url=method.llm_judge_url.rstrip("/"),
-        name=method.llm_judge_name,
+        name=method.llm_judge_model,
         key=key,
         max_new=method.llm_judge_max_new,
     )
 
 
 def require_judge(method: MethodConfig, thinking: bool) -> None:
-    """Raises Refused where the settings of the monitor llm_judge name no model, or two. thinking: of the run."""
-    model, url, name = method.llm_judge_model, method.llm_judge_url, method.llm_judge_name
+    """Raises Refused where the settings of the monitor llm_judge name no model. thinking: of the run."""
     refuse(
-        bool(model) == bool(url),
-        "llm_judge: one judge a run; give --llm-judge-model DIR, or --llm-judge-url URL and --llm-judge-name NAME",
+        not method.llm_judge_model,
+        "llm_judge: which judge? give --llm-judge-model DIR, or --llm-judge-url URL and --llm-judge-model NAME",
     )
-    refuse(bool(url) and not name, "--llm-judge-url: which model there? give --llm-judge-name")
     if method.llm_judge_thoughts and not thinking:
         refuse_unread(["llm_judge_thoughts"], "without --thinking; leave it out")
-    if model and name:
-        refuse_unread(["llm_judge_name"], "with --llm-judge-model; leave it out")
 
 
 def try_endpoint(method: MethodConfig, endpoint: Endpoint) -> None:
@@ -576,5 +571,5 @@ def try_endpoint(method: MethodConfig, endpoint: Endpoint) -> None:
     if isinstance(reply, NoReply):
         raise Refused(
             f"--llm-judge-url {method.llm_judge_url}: a first question was not answered ({reply}); see that it serves "
-            f"{method.llm_judge_name} under /chat/completions, and that {KEY} holds its key if it wants one"
+            f"{method.llm_judge_model} under /chat/completions, and that {KEY} holds its key if it wants one"
         )

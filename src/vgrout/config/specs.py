@@ -26,7 +26,6 @@ QUARANTINE = ("rollout_ablate_frac",)
 JUDGE = (
     "llm_judge_model",
     "llm_judge_url",
-    "llm_judge_name",
     "llm_judge_prompt",
     "llm_judge_thoughts",
     "llm_judge_max_new",

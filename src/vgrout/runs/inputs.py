@@ -286,16 +286,16 @@ def check_judge(cfg: Config, files: _Reader) -> None:
     method = cfg.method
     files.read(judge_prompt, method.llm_judge_prompt)
     folder = method.llm_judge_model
-    if folder and Path(folder).is_dir():
-        require_model(folder, "--llm-judge-model")
-    elif folder:
-        absent = f"--llm-judge-model {folder}: no such folder; give a model's folder"
-        refuse(not cfg.run.dry_run, absent)
-        files.absent.append(absent)
-    else:
+    if method.llm_judge_url:
         endpoint = judge_endpoint(method)
         if not cfg.run.dry_run and not files.absent:  # a plan asks nobody
             try_endpoint(method, endpoint)
+    elif Path(folder).is_dir():
+        require_model(folder, "--llm-judge-model")
+    else:
+        absent = f"--llm-judge-model {folder}: no such folder; give a model's folder"
+        refuse(not cfg.run.dry_run, absent)
+        files.absent.append(absent)
 
 
 def require_detector(cfg: Config, environment: Environment) -> None:
@@ -413,7 +413,7 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     of_judge: dict[str, str | None] = {}
     if judge is not None:
         of_judge["judge_prompt"] = of_file(judge.llm_judge_prompt)
-        if judge.llm_judge_model:
+        if not judge.llm_judge_url:
             of_judge["judge_model"] = _hash_of_model(judge.llm_judge_model)
     return {
         **of_judge,

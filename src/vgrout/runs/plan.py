@@ -313,7 +313,9 @@ def plan_lines(
         lines += _headed("shadow", f"{watching}: they flag, and change nothing")
     if "llm_judge" in cfg.method.watching:
         method = cfg.method
-        judge = method.llm_judge_model or f"{method.llm_judge_name} at {method.llm_judge_url}"
+        judge = method.llm_judge_model
+        if method.llm_judge_url:
+            judge += f" at {method.llm_judge_url}"
         lines += _headed("judge", f"{judge}, at most {method.llm_judge_timeout:g} s a step")
     if rewards:
         lines += _headed("reward", rewards)
