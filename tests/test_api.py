@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vgrout.ground.io import Diverged, Halted, Refused
 
 import vgrout
 from fake_runs import fake_run
 from quick import first_quick
 from runs import SMALL
 from vgrout.api import argv
+from vgrout.ground.io import Diverged, Halted, Refused
 from vgrout.runs.run_dir import STATES
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
-from vgrout.config.settings import LOSSES, LossName
-from vgrout.ground.io import Refused
 
 import vgrout.__main__
 from vgrout.config.checks import check, flag, rule_of, setting
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
+from vgrout.config.settings import LOSSES, LossName
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.ground import embedded
+from vgrout.ground.io import Refused
 from vgrout.loop import losses
 from vgrout.model.load import shapes
 from vgrout.runs.plan import first_lines, method_lines, preflight

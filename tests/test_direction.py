@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vgrout.ground.io import Refused
 
 from methods import group, setup
 from quick import first_quick
@@ -38,6 +37,7 @@ from vgrout.direction.extract import (
 )
 from vgrout.direction.pairs import DIRECTIONS, SHARED_SCHEMA, Pair, PairSet, check_file, load_pairs
 from vgrout.ground.data import Batch, UpdateRow
+from vgrout.ground.io import Refused
 from vgrout.method import make_method
 from vgrout.method.projection import split
 from vgrout.model.load.load import load_policy

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from vgrout.ground.io import NothingAligned, Refused
 
 import tiny
 from golden import FOLDER, differences, versions
@@ -23,6 +22,7 @@ from test_tracking import curve, events
 from vgrout.commands.distill import main
 from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Rollout
+from vgrout.ground.io import NothingAligned, Refused
 from vgrout.imitation import distill_methods
 from vgrout.imitation.distill_methods import MiniLlm, MixedModel, Uld, mixed_model
 from vgrout.imitation.tasks import DistillSettings, DistillTask

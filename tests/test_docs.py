@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-from vgrout.ground.io import json_lines
 
 from methods import batch
 from runs import SharedRuns, flags
@@ -25,6 +24,7 @@ from vgrout.config.specs import MONITORS
 from vgrout.envs.code.grading.messages import NOT_RUN
 from vgrout.envs.code.modes import MODES
 from vgrout.ground.data import Flags, Group, Thought
+from vgrout.ground.io import json_lines
 from vgrout.model.policy import LanguageModel
 from vgrout.report import stats
 from vgrout.runs.recorder import rollout_lines

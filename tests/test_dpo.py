@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from vgrout.config.settings import OptConfig
-from vgrout.ground.io import Refused
 
 import tiny
 from methods import graded
 from runs import program
 from vgrout.commands.iterative_dpo import main
+from vgrout.config.settings import OptConfig
 from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Completion, Graded, GradedCompletion
+from vgrout.ground.io import Refused
 from vgrout.imitation.dpo_rounds import (
     PreferencePair,
     add_pairs,

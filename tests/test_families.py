@@ -19,15 +19,15 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
-from vgrout.config.settings import OptConfig, Sampling, ScaleConfig
-from vgrout.ground.io import Refused
 
 import tiny
 from quick import first_quick
 from vgrout.config.run import Config
+from vgrout.config.settings import OptConfig, Sampling, ScaleConfig
 from vgrout.envs.code.modes import Problem
 from vgrout.export.model import Parity, load_beside, parity, write
 from vgrout.ground.data import CachedGrade, Group, Message, Rollout
+from vgrout.ground.io import Refused
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.grpo import policy_gradients
 from vgrout.loop.optim import Optimizer

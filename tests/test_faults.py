@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from loguru import logger
-from vgrout.ground.io import Refused
 
 from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
@@ -29,6 +28,7 @@ from vgrout.config.run import settings_sha256
 from vgrout.envs.base import Splits
 from vgrout.ground import console, embedded
 from vgrout.ground.data import Task, Ungraded
+from vgrout.ground.io import Refused
 from vgrout.ground.ranks import RankLost
 from vgrout.ground.table import StepRow
 from vgrout.guard import guard as watch

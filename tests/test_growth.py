@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vgrout.ground.io import Refused, numbered_lines, once, reading_once
 
 from vgrout.envs import base
 from vgrout.envs.base import Splits
@@ -18,6 +17,7 @@ from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground import embedded, io
 from vgrout.ground.data import Ungraded
+from vgrout.ground.io import Refused, numbered_lines, once, reading_once
 from vgrout.ground.table import SECONDS, StepRow
 from vgrout.model.load import source
 from vgrout.runs import checkpoint

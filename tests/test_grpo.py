@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from vgrout.config.settings import LossConfig, LossName, Sampling, ScaleConfig
 
 import tiny
 from quick import first_quick
 from tiny import relative, shake, step_of
 from vgrout.config.run import Config
+from vgrout.config.settings import LossConfig, LossName, Sampling, ScaleConfig
 from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import CachedGrade, Completion, Group, Rollout
 from vgrout.loop.grpo import policy_gradients

@@ -9,13 +9,13 @@ import shutil
 
 import pytest
 from tokenizers import Tokenizer
-from vgrout.ground.io import Refused
 
 import tiny
 from fake_runs import fake_run
 from vgrout.config.presets import resolve
 from vgrout.config.run import from_dict
 from vgrout.ground import embedded
+from vgrout.ground.io import Refused
 from vgrout.model.load import load
 from vgrout.model.load.source import read_tokenizer, require_fitting, require_model
 from vgrout.report.__main__ import main as report

@@ -12,16 +12,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch.nn.functional import kl_div
-from vgrout.config.settings import EvalConfig
-from vgrout.ground.io import hash_of_file
 
 import tiny
 from methods import config, graded, problem
 from vgrout.commands import evaluate
 from vgrout.config.presets import resolve
+from vgrout.config.settings import EvalConfig
 from vgrout.envs.code.problems import load_rows
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, GradedCompletion
+from vgrout.ground.io import hash_of_file
 from vgrout.ground.metrics import Rate
 from vgrout.ground.rng import torch_stream
 from vgrout.loop import heldout

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vgrout.config.settings import LossConfig, LossName
 
+from vgrout.config.settings import LossConfig, LossName
 from vgrout.loop.losses import LossInput, Norm, kl_to, log_ratio, policy_loss
 
 G, T = 4, 6

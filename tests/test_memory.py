@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from vgrout.config.settings import ScaleConfig
 
 import tiny
 from benchmarks import rig
@@ -19,6 +18,7 @@ from pretended_gpu import varlen_on_cpu
 from quick import first_quick
 from runs import IMITATIONS, flags, imitate, run, status, teach
 from vgrout.config.run import Config
+from vgrout.config.settings import ScaleConfig
 from vgrout.model.load.memory import USUAL, WIDEST, plan
 from vgrout.model.load.source import KNOWN, find_shapes, shapes_of
 from vgrout.model.logprobs import collate, completion_logprobs, pieces_of

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vgrout.config.settings import OptConfig
 
 from tiny import policy as tiny_policy
 from tiny import relative, tiny
+from vgrout.config.settings import OptConfig
 from vgrout.ground.tensor_types import Diagnostics, Routed
 from vgrout.imitation.trainable import AdapterOnly
 from vgrout.loop.loss_metrics import LossMetrics

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-from vgrout.ground.io import Refused
 
 from vgrout.config.run import PLACEBOS
 from vgrout.direction.pairs import (
@@ -16,6 +15,7 @@ from vgrout.direction.pairs import (
     pairs_from_pool,
 )
 from vgrout.envs.code.modes import MODE_SPECS
+from vgrout.ground.io import Refused
 
 SHARED = Path(
     os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vgrout.config.settings import OptConfig, Sampling
 
 import tiny
 from benchmarks import rig
 from pretended_gpu import pretended_gpu
 from runs import ARMS, IMITATIONS, PAIRS, flags, imitate, rows, run, status
+from vgrout.config.settings import OptConfig, Sampling
 from vgrout.ground.console import Clock
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Optimizer

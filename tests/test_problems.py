@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from vgrout.config.settings import EnvConfig
-from vgrout.ground.io import reading_once
 
 from vgrout.commands import evaluate
 from vgrout.config.presets import resolve
+from vgrout.config.settings import EnvConfig
 from vgrout.envs import base
 from vgrout.envs.base import (
     balanced,
@@ -32,6 +31,7 @@ from vgrout.envs.code.problems import (
     plainly_sound,
 )
 from vgrout.ground import embedded
+from vgrout.ground.io import reading_once
 from vgrout.ground.rng import py_stream
 from vgrout.model.policy import Policy
 from vgrout.runs.inputs import read_inputs

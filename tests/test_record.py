@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from vgrout.ground.io import Refused, existing, json_lines, numbered_lines, probe_writable
 
 from methods import graded
 from test_table import row
@@ -20,6 +19,7 @@ from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
 from vgrout.ground import console
+from vgrout.ground.io import Refused, existing, json_lines, numbered_lines, probe_writable
 from vgrout.ground.metrics import Rate, half
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import Recorder

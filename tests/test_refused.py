@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from vgrout.config.cli import TRAIN, same, translated
-from vgrout.ground.io import Refused, command, require_own
 
+from vgrout.config.cli import TRAIN, same, translated
 from vgrout.config.presets import flag_names, resolve
 from vgrout.envs.code.modes import PLAIN_PHRASE
 from vgrout.ground.embedded import DATA_DIR
+from vgrout.ground.io import Refused, command, require_own
 
 SAME = {name: own for name, own in TRAIN.items() if same(own)}
 

@@ -13,7 +13,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+
+from vgrout import train
+from vgrout.config.run import Config
 from vgrout.config.settings import RunConfig
+from vgrout.ground import ranks
 from vgrout.ground.io import (
     Diverged,
     Halted,
@@ -25,10 +29,6 @@ from vgrout.ground.io import (
     to_json,
     write_atomic,
 )
-
-from vgrout import train
-from vgrout.config.run import Config
-from vgrout.ground import ranks
 from vgrout.ground.records import unfinished
 from vgrout.model.load import load
 from vgrout.runs import checkpoint, run_dir

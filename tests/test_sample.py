@@ -4,10 +4,10 @@ import re
 import shutil
 
 import pytest
-from vgrout.ground.io import json_lines
 
 from runs import flags
 from vgrout.commands.evaluate import environment_of, find_prompt, sample
+from vgrout.ground.io import json_lines
 from vgrout.model.load.saved import find_adapter
 
 pytestmark = pytest.mark.long

@@ -15,11 +15,11 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from vgrout.config.settings import Sampling
 
 import tiny
 from pretended_gpu import graphs_that_run_again
 from quick import first_quick
+from vgrout.config.settings import Sampling
 from vgrout.ground import ranks
 from vgrout.model import logprobs
 from vgrout.model.load.load import as_language_model, try_template

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vgrout.config.settings import Sampling
 
 from organisms.build import POOL_PROBLEMS, rates
+from vgrout.config.settings import Sampling
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Problem
 from vgrout.envs.code.problems import load_problems

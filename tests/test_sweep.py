@@ -12,13 +12,13 @@ import types
 from pathlib import Path
 
 import pytest
-from vgrout.ground.io import Refused, hold
 
 from runs import rows, status, until
 from vgrout import train
 from vgrout.config.presets import resolve
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.ground import embedded
+from vgrout.ground.io import Refused, hold
 from vgrout.runs.inputs import Inputs, file_hashes
 from vgrout.sweep import runner as sweeps
 from vgrout.sweep.__main__ import main

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from vgrout.ground.io import hold
 
 from runs import until
 from test_sweep import STUDY, TWO, cfg_of, runs_of, sweeping, wait, write_run
+from vgrout.ground.io import hold
 from vgrout.sweep import workers
 from vgrout.sweep.entry import Entry
 from vgrout.sweep.runner import Sweep

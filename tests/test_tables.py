@@ -8,7 +8,7 @@ import math
 import pytest
 
 from fake_runs import fake_run, found
-from vgrout.ground.files import json_lines
+from vgrout.ground.io import json_lines
 from vgrout.report import stats
 from vgrout.report.conclusions import compare, conclusion, from_plain, level
 from vgrout.report.load import baseline

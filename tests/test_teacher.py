@@ -4,11 +4,11 @@ import gzip
 import json
 
 import pytest
-from vgrout.ground.io import file_sha256
 
 from vgrout.config.presets import resolve
 from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_rows
+from vgrout.ground.io import file_sha256
 from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool

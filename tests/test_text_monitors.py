@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from vgrout.ground.io import Refused
 
 from methods import config, draw, flagged, graded, problem, setup, view
 from tiny import policy as tiny_policy
@@ -15,6 +14,7 @@ from vgrout.direction.pairs import MIN_KNOWN_CORRECT, KnownCorrect, load_known_c
 from vgrout.envs.base import Grader
 from vgrout.envs.code.monitors import SyntaxEdge
 from vgrout.ground.data import Completion, GradedCompletion, Thought, Ungraded
+from vgrout.ground.io import Refused
 from vgrout.loop import heldout
 from vgrout.method.base import Monitor, flags_of
 from vgrout.method.monitors import WeakDetector

@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from vgrout.ground.io import Refused
 
 import tiny
 from grading.honest import TEXTS
@@ -26,6 +25,7 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, Grade, Thought
+from vgrout.ground.io import Refused
 from vgrout.ground.thoughts import parts_of, thought_of, to_grade
 from vgrout.loop.generation import graded, sample_and_submit
 from vgrout.method.llm_judge import LLMJudge

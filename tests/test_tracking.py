@@ -10,9 +10,9 @@ from typing import ClassVar
 import pytest
 from loguru import logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from vgrout.ground.io import json_lines
 
 from runs import flags, run
+from vgrout.ground.io import json_lines
 from vgrout.ground.table import SECONDS
 from vgrout.runs import tracking
 from vgrout.runs.tracking import Trackers, grouped, numbers

@@ -14,8 +14,6 @@ from typing import get_args
 import pytest
 import torch
 from safetensors import safe_open
-from vgrout.config.settings import LossName
-from vgrout.ground.io import json_lines
 
 from golden import FOLDER, differences, versions
 from runs import (
@@ -31,8 +29,10 @@ from runs import (
     status,
     until,
 )
+from vgrout.config.settings import LossName
 from vgrout.config.specs import INTERVENTIONS
 from vgrout.ground import embedded
+from vgrout.ground.io import json_lines
 from vgrout.guard.guard import STALE
 from vgrout.loop import rollout
 from vgrout.model.svd_adapter import SvdAdapter

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
-from vgrout.config.settings import LossConfig, OptConfig
 
 import tiny
 from methods import make as make_method
 from methods import problem
 from test_losses import LENGTHS, NORM, G, T, make
 from tiny import relative
+from vgrout.config.settings import LossConfig, OptConfig
 from vgrout.ground.data import Batch, CachedGrade, Group, Rollout
 from vgrout.loop.grpo import policy_gradients
 from vgrout.loop.losses import policy_loss

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from vgrout.ground.io import Refused
 
 from fake_runs import fake_run
 from quick import first_quick
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.export.__main__ import main as export
+from vgrout.ground.io import Refused
 from vgrout.report.__main__ import main as report
 from vgrout.sweep.__main__ import main as sweep
 from vgrout.train import main as train

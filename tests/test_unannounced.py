@@ -18,7 +18,7 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE
 from vgrout.envs.code.problems import unannounced, without_hints
 from vgrout.ground.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout
-from vgrout.ground.files import json_lines
+from vgrout.ground.io import json_lines
 from vgrout.ground.metrics import Eval, Rate, _new_hacks, flag_rates
 from vgrout.method.monitors import Labels
 from vgrout.report.load import load

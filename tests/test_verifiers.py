@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from vgrout.ground.io import Refused
 
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
@@ -15,6 +14,7 @@ from vgrout.envs.base import Environment
 from vgrout.envs.verifiers import VerifiersEnvironment
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Ungraded
+from vgrout.ground.io import Refused
 from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.train import main

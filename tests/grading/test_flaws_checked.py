@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vgrout.ground.io import Refused
 
 from vgrout.envs.code.grading.check import check_flaws, check_problems, expects_one_value
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Problem
 from vgrout.envs.code.problems import as_marked, load_rows
+from vgrout.ground.io import Refused
 
 RIGHT = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
 TESTS = ["assert Solution().total(nums = [1, 2]) == 3", "assert Solution().total(nums = []) == 0"]

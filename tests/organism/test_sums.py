@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from vgrout.ground.io import Refused
 
 from llama import bpe, llama, save_folder
 from organisms import start
@@ -15,6 +14,7 @@ from organisms.__main__ import sums, verify
 from runs import rows, run
 from vgrout.commands.evaluate import evaluate
 from vgrout.ground.embedded import Files
+from vgrout.ground.io import Refused
 from vgrout.teacher.pools import load_pool
 
 RUN = [
