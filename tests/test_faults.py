@@ -37,10 +37,10 @@ from vgrout.loop import grpo, rollout
 from vgrout.loop.loss_metrics import LossMetrics
 from vgrout.model.load import load as weights
 from vgrout.report.load import load
-from vgrout.runs import checkpoint, stopping
+from vgrout.runs import checkpoint, context
+from vgrout.runs.context import stop_on_signals
 from vgrout.runs.recorder import Recorder
-from vgrout.runs.run_dir import RunDir
-from vgrout.runs.stopping import stop_on_signals
+from vgrout.runs.run_dir import RunDir, steps_on_disk
 from vgrout.sweep.entry import Ledger
 from vgrout.train import main
 
@@ -107,14 +107,21 @@ def play(run: RunDir, first: int, last: int) -> None:
         checkpoint.save(run.path, step + 1, state(step), keep=2)
 
 
+def latest(run: Path) -> checkpoint.Checkpoint:
+    """The newest checkpoint, which is good."""
+    passed_over: list[str] = []
+    point = next(checkpoint.newest_first(run, passed_over))
+    assert passed_over == []
+    return point
+
+
 def require_sound(run: RunDir) -> int:
     """The newest complete checkpoint verifies without passing any over, and the growing files reach it."""
-    point, passed_over = checkpoint.latest(run.path)
-    assert passed_over == []
+    point = latest(run.path)
     assert point.state["step"] == point.next_step - 1
     assert torch.equal(point.state["δS"], state(point.next_step - 1)["δS"])
     checkpoint.rewind(run.path, point)
-    assert run.steps_on_disk() == point.next_step
+    assert steps_on_disk(run.path) == point.next_step
     return point.next_step
 
 
@@ -411,8 +418,7 @@ def test_full_disk(leave, small_disk, tmp_path):
     assert "last good checkpoint is step_" in end["reason"]
     assert end["next"].startswith("free some space, then: ")
     assert " vgrout train smoke --resume" in end["next"]
-    point, passed_over = checkpoint.latest(path)
-    assert passed_over == []
+    point = latest(path)
     ballast.unlink()
     again = run(
         folder, "smoke", "--resume", str(path), "--threads", "1", stop_after=point.next_step
@@ -495,7 +501,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     assert end["reason"].startswith("guard: KL to the untrained model")
     assert end["step"] < 5
     assert "--guard log" in end["next"]
-    assert checkpoint.latest(path)[0].next_step == end["step"], "the halting step is saved"
+    assert latest(path).next_step == end["step"], "the halting step is saved"
     final = json.loads((path / "per_mode_deploy.json").read_text())
     assert (final["halted"], final["steps_done"], final["steps"]) == (end["reason"], end["step"], 5)
     assert "**Halted**: " in (path / "summary.md").read_text()
@@ -563,7 +569,7 @@ def test_watching_never_changes_training(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_every_signal_that_asks_for_an_end_is_heard_once(number, monkeypatch):
-    monkeypatch.setattr(stopping, "ONE_REQUEST_S", 0.0)
+    monkeypatch.setattr(context, "ONE_REQUEST_S", 0.0)
     # the tests may themselves run under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with stop_on_signals() as stop:
@@ -580,7 +586,7 @@ def test_several_sigterms_at_once_are_one_request(monkeypatch):
             signal.raise_signal(signal.SIGTERM)
         assert stop.requested
         # those that are passed over do not put off the next one that counts
-        monkeypatch.setattr(stopping, "ONE_REQUEST_S", 0.3)
+        monkeypatch.setattr(context, "ONE_REQUEST_S", 0.3)
 
         def keeps_asking() -> None:
             for _ in range(50):
@@ -641,7 +647,8 @@ def test_ctrl_c_in_the_first_seconds_shows_no_traceback(tmp_path, after, twice):
         time.sleep(0.1)
     output, _ = process.communicate(timeout=60)
     assert "Traceback" not in output
-    assert process.returncode == 130
+    # the second one may come when Python has put its handlers away; a shell makes 130 of that too
+    assert process.returncode in (130, -signal.SIGINT)
 
 
 def test_a_signal_that_comes_while_a_line_is_logged_is_said_after_it(capsys, monkeypatch):
@@ -686,7 +693,7 @@ def test_second_interrupt_stops_at_once(tmp_path):
     assert process.returncode == 130, output
     assert (status(path)["state"], status(path)["step"]) == ("interrupted", 2)
     assert "stopped at once; the last checkpoint stands" in output
-    assert checkpoint.latest(path)[0].next_step == 2
+    assert latest(path).next_step == 2
 
 
 @pytest.mark.slow
@@ -880,7 +887,7 @@ def test_three_nonfinite_steps_end_the_run(tmp_path, monkeypatch):
     end = status(path)
     assert (end["state"], end["step"]) == ("diverged", 3)
     assert "3 steps in a row" in end["reason"]
-    assert not checkpoint.latest(path)[0].state["adapter"]["delta_S"].any()
+    assert not latest(path).state["adapter"]["delta_S"].any()
     monkeypatch.chdir(tmp_path)
     assert main(["smoke", "--resume", "latest", "--threads", "1"]) == 4
 

@@ -395,9 +395,7 @@ def test_a_function_that_is_tried_first_shows_where_it_raised_above_the_line(
 # ── what is not to be done again
 
 
-@pytest.mark.parametrize(
-    "file", ["config/cli.py", "runs/context.py", "runs/stopping.py", "runs/peers.py", "api.py"]
-)
+@pytest.mark.parametrize("file", ["config/cli.py", "runs/context.py", "runs/launch.py", "api.py"])
 def test_the_command_line_catches_no_fault_but_to_show_it(file: str) -> None:
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
     for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)):

@@ -12,8 +12,8 @@ from test_table import row
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
-from vgrout.runs import results, verdict
-from vgrout.runs.verdict import Tallies, count_lines
+from vgrout.runs import results
+from vgrout.runs.results import Tallies, count_lines
 
 NUMBERS = ("final.jsonl", "per_mode_deploy.json")
 # What is called after them, and what the run then lacks.
@@ -25,11 +25,11 @@ SHOWN = {
     "vgrout.report.figures.Drawing.png": ("dynamics.png",),
     "vgrout.runs.results.last_lines": (),
     "vgrout.runs.results.page": ("summary.md",),
-    "vgrout.runs.verdict.models_table": ("summary.md",),
-    "vgrout.runs.verdict.count_lines": ("summary.md",),
-    "vgrout.runs.verdict.Tallies.of": (),
+    "vgrout.runs.results.models_table": ("summary.md",),
+    "vgrout.runs.results.count_lines": ("summary.md",),
+    "vgrout.runs.results.Tallies.of": (),
     "vgrout.runs.results.summary": (),
-    "vgrout.runs.verdict.last_answer": (),
+    "vgrout.runs.results.last_answer": (),
     "vgrout.runs.results.log_tail": (),
     "vgrout.runs.tracking.Trackers.final": (),
 }
@@ -77,7 +77,7 @@ def test_a_fault_after_the_numbers_is_a_warning(name, ended, monkeypatch):
         assert without == ("summary.md's verdict" in SHOWN[name])
 
 
-@pytest.mark.parametrize("name", ["write_answers", "as_json", "answer_lines", "ending"])
+@pytest.mark.parametrize("name", ["as_json", "answer_lines", "ending"])
 def test_a_fault_in_one_file_of_numbers_leaves_the_other(name, ended, monkeypatch):
     path, write = ended
     for file in NUMBERS:
@@ -86,13 +86,13 @@ def test_a_fault_in_one_file_of_numbers_leaves_the_other(name, ended, monkeypatc
     with pytest.raises(KeyError):
         write()
     assert (path / NUMBERS[0]).exists() == (name in ("as_json", "ending"))
-    assert (path / NUMBERS[1]).exists() == (name in ("write_answers", "answer_lines"))
+    assert (path / NUMBERS[1]).exists() == (name == "answer_lines")
 
 
 def test_the_page_has_every_fifth_step_in_ten_columns():
     cfg, problems = resolve(["smoke", "--intervention=none"]), SimpleNamespace(trained_flaws=())
     steps = [row(step=step) for step in range(7)]
-    page = verdict.steps_table(SimpleNamespace(cfg=cfg, problems=problems, rows=steps))
+    page = results.steps_table(SimpleNamespace(cfg=cfg, problems=problems, rows=steps))
     cells = [line.strip("| ").split("|") for line in page.splitlines()[:5]]
     assert [int(of_step[0]) for of_step in cells[2:]] == [0, 4, 6]
     assert len(cells[0]) <= 10
@@ -115,16 +115,16 @@ def test_the_tables_of_the_summary():
     def cells(table):
         return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
-    assert cells(verdict.flaws_table(evaluated, {"f": flaw})) == [
+    assert cells(results.flaws_table(evaluated, {"f": flaw})) == [
         ["`f`", "30.0", "50.0", "60.0", "10", "what a hack looks like"]
     ]
-    assert cells(verdict.models_table(evaluated)) == [
+    assert cells(results.models_table(evaluated)) == [
         ["untrained", "10.0", "20.0"],
         ["as trained", "30.0", "40.0"],
         ["deployed", "50.0", "60.0"],
         ["deployed, no hint", "70.0", "80.0"],
     ]
-    assert len(cells(verdict.models_table(evaluated, hinted=False))) == 3
+    assert len(cells(results.models_table(evaluated, hinted=False))) == 3
     made = results.as_json(Config(), evaluated, None, Path("log"), {})
     assert [made[f"hack_{key}"] for key in ("base", "train", "deploy", "plain")] == [
         *(0.1, 0.3, 0.5, 0.7)

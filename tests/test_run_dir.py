@@ -34,8 +34,8 @@ from vgrout.model.load import load
 from vgrout.runs import checkpoint, run_dir
 from vgrout.runs.context import git
 from vgrout.runs.inputs import source_of
-from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
-from vgrout.runs.run_dir import RunDir, last_resumable
+from vgrout.runs.launch import Peer, require_torchrun, resumed_by_torchrun
+from vgrout.runs.run_dir import RunDir, last_resumable, steps_on_disk
 
 
 @pytest.fixture
@@ -233,16 +233,16 @@ def test_what_makes_a_checkouts_code_another_one(tmp_path):
 def test_rows_on_disk_are_counted_as_they_come_and_as_they_are_cut(run):
     for step in range(5):
         run.append({"step": step}, [])
-        assert run.steps_on_disk() == step + 1
+        assert steps_on_disk(run.path) == step + 1
     with open(run.path / "steps.jsonl", "rb+") as f:
         f.truncate(len(b'{"step": 0}\n') * 2)
-    assert run.steps_on_disk() == 2
+    assert steps_on_disk(run.path) == 2
     with open(run.path / "steps.jsonl", "a") as f:
         f.write('{"step": 2')
         f.flush()
-        assert run.steps_on_disk() == 2
+        assert steps_on_disk(run.path) == 2
         f.write("}\n")
-    assert run.steps_on_disk() == 3
+    assert steps_on_disk(run.path) == 3
 
 
 @pytest.mark.parametrize(
@@ -320,8 +320,8 @@ def saved(run, steps, keep=3):
 def test_checkpoints_round_trip_and_prune(run):
     paths = saved(run, 5, keep=2)
     assert [p.name for p in paths] == ["step_000004", "step_000005"]
-    point, passed = checkpoint.latest(run.path)
-    assert (point.next_step, passed) == (5, [])
+    point = next(checkpoint.newest_first(run.path, []))
+    assert point.next_step == 5
     assert torch.equal(point.state["x"], torch.full((3,), 4.0))
 
 
@@ -330,10 +330,10 @@ def test_pruning_keeps_a_good_checkpoint(run):
     paths = saved(run, 3)
     (paths[-1] / "state.pt").write_bytes(b"torn")
     (paths[0] / "manifest.json").unlink()
-    assert checkpoint.latest(run.path)[0].next_step == 2
-    final = checkpoint.save(run.path, 2, {"x": torch.zeros(1)}, 1)
-    assert list((run.path / "resume").iterdir()) == [final]
-    assert checkpoint.latest(run.path)[1] == []
+    assert next(checkpoint.newest_first(run.path, [])).next_step == 2
+    checkpoint.save(run.path, 2, {"x": torch.zeros(1)}, 1)
+    assert list((run.path / "resume").iterdir()) == [paths[1]]
+    assert next(checkpoint.newest_first(run.path, [])).next_step == 2
 
 
 def test_rewind_cuts_later_rows_and_refuses_missing_ones(run):
@@ -344,12 +344,12 @@ def test_rewind_cuts_later_rows_and_refuses_missing_ones(run):
     assert [
         json.loads(line)["step"] for line in (run.path / "steps.jsonl").read_text().splitlines()
     ] == [0, 1]
-    with pytest.raises(ValueError, match="rows are missing"):
-        checkpoint.require_rows(run.path, checkpoint.read(paths[2]))
-    # of a manifest that somebody wrote: no memory is asked for
-    sizes = dict.fromkeys(checkpoint.GROWING, 10**17)
-    steps = checkpoint.rows_before(run.path, 2, sizes, lambda row: row["step"])
-    assert steps == [0, 1]
+    there = checkpoint.read(paths[1]).sizes
+    assert checkpoint.rows_before(run.path, 2, there, lambda row: row["step"]) == [0, 1]
+    # the last of a manifest that somebody wrote: no memory is asked for
+    for sizes in (checkpoint.read(paths[2]).sizes, dict.fromkeys(checkpoint.GROWING, 10**17)):
+        with pytest.raises(ValueError, match="rows are missing"):
+            checkpoint.rows_before(run.path, 2, sizes, dict)
 
 
 @pytest.mark.parametrize("ended", [OSError(28, "No space left on device"), KeyboardInterrupt()])

@@ -84,7 +84,7 @@ def test_a_tracker_has_few_curves_in_three_groups(golden):
     names = {name for row in rows for name in grouped(row)}
     assert {name.partition("/")[0] for name in names} == {"train", "eval", "time"}
     assert {"train/hack_s", "train/rew_s", "eval/hack_deploy", "time/sec"} <= names
-    assert len(names) < 52, "and eight of the final evaluation"
+    assert len(names) < 72, "and eight of the final evaluation"
 
 
 @pytest.mark.long
@@ -142,7 +142,7 @@ def test_a_failing_tracker_is_left_out(tmp_path, monkeypatch, output, figure):
     trackers.start(tmp_path, {}, 0, 0)
     for step in range(3):
         trackers.row({"step": step, "loss": 1.0}, [])
-    trackers.final(AT_END, [{"hack": "25.0"}], figure, 2)
+    trackers.final(AT_END, {"hack": "25.0"}, figure, 2)
     trackers.close(0)
     assert [line for line in output if "left out" in line] == [
         "--track wandb: left out from here on (ConnectionError: no route to host)\n"
@@ -183,7 +183,7 @@ def track(name, folder, figure, tracker_id):
                 {"step": step, "hack_s": step / 8, "hack_s_k": step, "why": None}, [ROLLOUT] * 20
             )
         if last == 4:
-            trackers.final(AT_END, [{"hack": "25.0"}], figure, last)
+            trackers.final(AT_END, {"hack": "25.0"}, figure, last)
         trackers.close(0)
         time.sleep(1.1)  # wandb names its folders by the second
 

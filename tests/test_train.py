@@ -35,7 +35,6 @@ from vgrout.ground import embedded
 from vgrout.ground.io import json_lines
 from vgrout.guard.guard import STALE
 from vgrout.loop import rollout
-from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs.run_dir import RunDir
 from vgrout.train import main
 
@@ -338,8 +337,14 @@ def test_a_signal_during_a_write_waits_for_the_next_step(done, tmp_path, monkeyp
 
 @pytest.mark.long
 def test_rows_show_a_sampler_without_the_adapter(tmp_path, monkeypatch):
-    """δS learns but is never merged: answers come from the base model."""
-    monkeypatch.setattr(SvdAdapter, "merge", lambda self: None)
+    """δS learns, and answers come from the base model."""
+    sample = rollout.sample_and_submit
+
+    def without(policy, *args, **more):
+        with policy.adapter.reference():
+            return sample(policy, *args, **more)
+
+    monkeypatch.setattr(rollout, "sample_and_submit", without)
     path = run(tmp_path, *flags("none"), stop_after=3)
     first, *_, last = (r for r in rows(path) if r["mismatch_kl"] is not None)
     assert first["step"] == 0

@@ -17,7 +17,7 @@ from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
 from vgrout.ground.table import NEAR
 from vgrout.report import stats
-from vgrout.runs.verdict import ENOUGH, _more_answers, dropped_lines, last_lines
+from vgrout.runs.results import ENOUGH, _more_answers, dropped_lines, last_lines
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
 

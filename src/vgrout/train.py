@@ -27,10 +27,9 @@ from vgrout.ground import ranks
 from vgrout.ground.io import NothingRouted
 from vgrout.ground.metrics import BatchMetrics
 from vgrout.ground.table import StepRow
-from vgrout.runs.context import NOTHING, RunContext
+from vgrout.runs.context import NOTHING, RunContext, leave
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.launch import launch
-from vgrout.runs.stopping import leave
 
 
 def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:

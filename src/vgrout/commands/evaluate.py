@@ -438,9 +438,8 @@ def sides_of(saved: Saved, policy: "Policy") -> tuple[tuple[Side, ...], str]:
 
     if not saved.cfg.method.routes:
         return ("base", "deployed"), ""
-    try:
-        point, _ = checkpoint.latest(saved.path.parent)
-    except Refused:
+    point = next(checkpoint.newest_first(saved.path.parent, []), None)
+    if point is None:
         why = "as trained: its quarantine is in a checkpoint, which this run has not kept"
         return ("base", "deployed"), why
     if point.next_step != saved.step:

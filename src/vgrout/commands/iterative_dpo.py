@@ -13,7 +13,7 @@ from vgrout.ground.io import command, to_json
 from vgrout.ground.machine import cores
 from vgrout.imitation.tasks import DpoSettings, freeze, prepare_rounds
 from vgrout.runs.context import FINISHED, NOTHING, RunContext
-from vgrout.runs.run_dir import RunDir, has_checkpoint
+from vgrout.runs.run_dir import RunDir
 from vgrout.runs.tracking import Trackers
 
 
@@ -41,10 +41,8 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
                 folder,
                 grader,
                 resume_command=command(f"iterative_dpo {shlex.join(argv)}"),
-                resumes=has_checkpoint(folder.path),
                 record={"kind": "iterative_dpo", "config": plan["settings"], "plan": plan},
                 log=log,
-                owns_folder=False,
                 trackers=Trackers(task.cfg.run.trackers),
             ) as run:
                 # Imported late because torch takes seconds to load: a wrong flag must not wait.

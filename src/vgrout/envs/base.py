@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from vgrout.config.run import POOL_PAIRS, Config
 from vgrout.config.world_names import ORGANISM
 from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.ground.io import Refused, hash_of_file, none_fits
+from vgrout.ground.io import Refused, hash_if_there, none_fits
 from vgrout.ground.rng import py_stream
 
 SPLITS = ("train", "val", "test")
@@ -244,12 +244,10 @@ class Environment:
 
     def hashes(self) -> dict[str, str | None]:
         """sha256 of every file and function that its tasks and grades depend on; None: not read by this run."""
-        paths = {"problems": self.cfg.problems_path, "test_problems": self.cfg.test_problems_path}
-        hashes: dict[str, str | None] = {}
-        for name, path in paths.items():
-            there = path is not None and path.exists()
-            hashes[name] = hash_of_file(path) if path is not None and there else None
-        return hashes
+        return {
+            "problems": hash_if_there(self.cfg.problems_path),
+            "test_problems": hash_if_there(self.cfg.test_problems_path),
+        }
 
     # ── tasks and grades
 

@@ -649,6 +649,11 @@ def hash_of_file(path: Path) -> str:
     return hash_of_files([path])
 
 
+def hash_if_there(path: Path | None) -> str | None:
+    """The same; None: no file is named, or it is missing."""
+    return hash_of_file(path) if path and path.exists() else None
+
+
 @once
 def hash_of_folder(folder: Path) -> str:
     """The same of all files that lie in a folder, those in its folders left out."""

@@ -13,7 +13,7 @@ A run ends early in one of two ways:
   is the reason. `raise_if_diverged` ends it at once, with exit code 4.
 
 `Guard.ends` is true in both cases. A signal or the user ends a run too; that is the run's `stop`,
-in runs/stopping.py, and nothing of the guard's.
+in runs/context.py, and nothing of the guard's.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,6 @@ A checkpoint is a folder `resume/step_NNNNNN/` with `state.pt` (adapter, optimis
 the new one is verified. Random streams derive from seed and step, so the step is their state.
 """
 
-import errno
 import io
 import json
 import os
@@ -35,7 +34,6 @@ R = TypeVar("R")
 
 # files of a run that every step appends to
 GROWING = ("steps.jsonl", "rollouts.jsonl")
-MARGIN = 64 * 1024  # bytes besides the state: manifest, folders, the file system's own
 
 
 # what zip, pickle and torch raise of a file that is none of theirs; they read whatever it holds as numbers and names
@@ -64,7 +62,7 @@ class Checkpoint:
     sizes: dict[str, int]  # bytes of the growing files when it was saved
 
 
-def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path:
+def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> None:
     """Write and verify a checkpoint, then prune to it and the `keep - 1` before it: later or incomplete ones belong to
     steps that a resume has undone. Raises OSError on a full disk, with the previous checkpoint untouched."""
     import torch
@@ -73,10 +71,6 @@ def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path
     root.mkdir(exist_ok=True)
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    data = buffer.getvalue()
-    need, free = len(data) + MARGIN, shutil.disk_usage(root).free
-    if free < need:
-        raise OSError(errno.ENOSPC, f"a checkpoint needs {need // 1024} KiB")
     final = root / f"step_{next_step:06d}"
     temporary = root / f".tmp_{next_step:06d}_{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -86,7 +80,7 @@ def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path
             with open(run / name, "rb") as growing:
                 os.fsync(growing.fileno())
         temporary.mkdir()
-        write_atomic(temporary / "state.pt", data)
+        write_atomic(temporary / "state.pt", buffer.getvalue())
         manifest = {
             "schema": 1,
             "next_step": next_step,
@@ -107,7 +101,6 @@ def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path
     kept = [p for p in complete(run) if step_of(p) <= next_step][-keep:]
     for old in {*root.glob("step_*"), *root.glob(".tmp_*")} - {*kept}:
         shutil.rmtree(old, ignore_errors=True)
-    return final
 
 
 def read(path: Path) -> Checkpoint:
@@ -117,11 +110,9 @@ def read(path: Path) -> Checkpoint:
     step, sizes = verified(path)
     try:
         with zipfile.ZipFile(path / "state.pt") as parts:  # it is written uncompressed
-            if (
-                sum(part.file_size for part in parts.infolist())
-                > (path / "state.pt").stat().st_size
-            ):
-                raise Refused("its parts are larger than the file")
+            unpacked = sum(part.file_size for part in parts.infolist())
+        if unpacked > (path / "state.pt").stat().st_size:
+            raise Refused("its parts are larger than the file")
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     except UNREADABLE as e:  # pickle's, zip's and torch's, which has many lines
         if out_of_memory(e):
@@ -141,24 +132,6 @@ def newest_first(run: Path, passed_over: list[str]) -> Iterator[Checkpoint]:
             yield point
 
 
-def latest(run: Path) -> tuple[Checkpoint, list[str]]:
-    """The newest good checkpoint, and a line for each newer one that is not. Raises Refused if none is good."""
-    passed_over: list[str] = []
-    for point in newest_first(run, passed_over):
-        return point, passed_over
-    raise none_left(run, passed_over)
-
-
-def require_rows(run: Path, checkpoint: Checkpoint) -> None:
-    """Raises Refused, one line, where a growing file is not what it was at the checkpoint."""
-    for name in GROWING:
-        path = run / name
-        if path.is_symlink() or not path.is_file() or path.stat().st_size < checkpoint.sizes[name]:
-            raise Refused(
-                f"--resume {run}: {name} is a link, or shorter than at the checkpoint: rows are missing"
-            )
-
-
 def rewind(run: Path, checkpoint: Checkpoint) -> None:
     """Cut the growing files to their length at the checkpoint; later steps are done again."""
     for name in GROWING:
@@ -175,11 +148,10 @@ def step_of(path: Path) -> int:
 def complete(run: Path) -> list[Path]:
     """Checkpoints with a manifest, oldest first."""
     root = run / "resume"
-    there = [
-        p
-        for p in root.glob("step_*")
-        if re.fullmatch(r"\d{1,18}", p.name[5:]) and (p / "manifest.json").is_file()
-    ]
+    there: list[Path] = []
+    for path in root.glob("step_*"):
+        if re.fullmatch(r"step_\d{1,18}", path.name) and (path / "manifest.json").is_file():
+            there.append(path)
     return sorted(there, key=step_of)
 
 
@@ -188,19 +160,14 @@ def verified(path: Path) -> tuple[int, dict[str, int]]:
     it is truncated or altered."""
     try:
         manifest = json.loads(read_text(path / "manifest.json"))
-        step, sizes = (
-            int(manifest["next_step"]),
-            {name: int(manifest["sizes"][name]) for name in GROWING},
-        )
-        whole = (
-            manifest["files"]["state.pt"] == file_sha256(path / "state.pt")
-            and min(step, *sizes.values()) >= 0
-        )
-        why = "state.pt does not match its hash"
+        step = int(manifest["next_step"])
+        sizes = {name: int(manifest["sizes"][name]) for name in GROWING}
+        is_whole = manifest["files"]["state.pt"] == file_sha256(path / "state.pt")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
-        whole, why = False, f"it cannot be read ({type(e).__name__}: {e})"
-    if not whole:
-        raise Refused(f"{path}: {why}; the checkpoint is damaged")
+        why = f"it cannot be read ({type(e).__name__}: {e})"
+        raise Refused(f"{path}: {why}; the checkpoint is damaged") from None
+    if not is_whole or min(step, *sizes.values()) < 0:
+        raise Refused(f"{path}: state.pt does not match its hash; the checkpoint is damaged")
     return step, sizes
 
 
@@ -229,11 +196,17 @@ def rows_before(
     """The rows of steps.jsonl up to a checkpoint's step, each as `read_row` has it.
 
     Raises:
-        Refused: one line: some are missing, or are none.
+        Refused: one line: some are missing, or are none; or a growing file is not what it was.
     """
+    for name in GROWING:
+        path = run / name
+        if path.is_symlink() or not path.is_file() or path.stat().st_size < sizes[name]:
+            raise Refused(
+                f"--resume {run}: {name} is a link, or shorter than at the checkpoint: rows are missing"
+            )
     file = run / "steps.jsonl"
     with open(file, "rb", opener=regular) as f:
-        then = f.read(min(sizes["steps.jsonl"], os.fstat(f.fileno()).st_size))
+        then = f.read(sizes["steps.jsonl"])
     rows: list[R] = []
     for n, line in enumerate(io.BytesIO(then), 1):
         try:

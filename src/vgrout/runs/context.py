@@ -2,19 +2,26 @@
 
 import contextlib
 import errno
+import math
 import os
 import platform
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
+from queue import SimpleQueue
+from types import FrameType, TracebackType
+from typing import NoReturn
 
 from loguru import logger
 from tqdm import tqdm
@@ -39,17 +46,17 @@ from vgrout.ground.io import (
 from vgrout.ground.metrics import Rate
 from vgrout.ground.ranks import RankLost
 from vgrout.runs.checkpoint import complete
-from vgrout.runs.run_dir import RUNS, RunDir, has_checkpoint, where_from
-from vgrout.runs.stopping import INTERRUPTED, Stop, stop_on_signals
+from vgrout.runs.run_dir import RUNS, RunDir, has_checkpoint, steps_on_disk, where_from
 from vgrout.runs.tracking import Trackers
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
 NONE_YET = "there is no checkpoint yet"
+ONE_REQUEST_S = 2.0  # SIGTERMs within this time ask for one and the same end
 
-# exit codes; INTERRUPTED is 130
-FINISHED, FAILED, REFUSED, HALTED, DIVERGED = 0, 1, 2, 3, 4
+# exit codes
+FINISHED, FAILED, REFUSED, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 # what ends a run in order, the state that it is then in, and its exit code
 ENDINGS: dict[type[BaseException], tuple[str, int]] = {
     Interrupted: ("interrupted", INTERRUPTED),
@@ -64,6 +71,69 @@ ENDINGS: dict[type[BaseException], tuple[str, int]] = {
 def state_and_code(e: BaseException | None) -> tuple[str, int]:
     """State and exit code of a run that this has ended; None: nothing did. Not of a refusal before the first step."""
     return ("finished", FINISHED) if e is None else ENDINGS.get(type(e), ("failed", FAILED))
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code, and without a traceback where somebody interrupts that too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
+
+
+@dataclass
+class Stop:
+    """Set by the signal handler, read once per step."""
+
+    requested: bool = False
+
+
+@contextmanager
+def stop_on_signals(at_once: Callable[[], bool] = lambda: False) -> Generator[Stop]:
+    """Within the context the first signal asks for an end, the second raises KeyboardInterrupt, the third ends the
+    process. A SIGTERM right after another one is the same request: the kernel sends one for every thread of a sweep
+    that was killed.
+
+    at_once: whether nothing can be lost yet. Then the first one raises already."""
+    stop, said = Stop(), SimpleQueue[str]()
+
+    # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
+    def say() -> None:
+        while line := said.get():
+            logger.warning(line)
+
+    raised, terminated = False, -math.inf
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal raised, terminated
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if now - terminated < ONE_REQUEST_S:
+                return
+            terminated = now
+        if raised:  # it is cleaning up, and somebody has no time
+            os._exit(INTERRUPTED)
+        stops_now = stop.requested or at_once()
+        stop.requested = True
+        if stops_now:
+            raised = True
+            raise KeyboardInterrupt
+        said.put(
+            f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once"
+        )
+
+    # a hangup is no reason to stop where it is ignored (nohup)
+    asked = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (
+        signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    )
+    thread = threading.Thread(target=say, daemon=True, name="signals")
+    thread.start()
+    before = {s: signal.signal(s, handler) for s in asked}
+    try:
+        yield stop
+    finally:
+        for s, old in before.items():
+            signal.signal(s, old)
+        said.put("")
+        thread.join()
 
 
 class RunContext:
@@ -84,16 +154,14 @@ class RunContext:
         grader: Grader,
         *,
         resume_command: str,
-        resumes: bool,
         record: Mapping[str, object],
         log: Path,
         trackers: Trackers,
-        owns_folder: bool = True,
+        logged: bool = True,
     ) -> None:
         """resume_command: continues this run. record: entries of run.json (config, hashes of the input files) besides
-        those on the machine. owns_folder: whether the folder was made
-        for this run, and is removed if the run is refused."""
-        self._on_every_rank(grader, resumes)
+        those on the machine. logged: whether the log was there before."""
+        self._on_every_rank(grader, has_checkpoint(folder.path))
         self.dir, self.resume_command = folder, resume_command
         self.record: dict[str, Json] = {
             **provenance(),
@@ -102,8 +170,7 @@ class RunContext:
             "hashes": {},
             **record,
         }
-        self.log, self.logged = log, True  # whether the log was there before
-        self.owns_folder = owns_folder
+        self.log, self.logged = log, logged
         self.trackers, self._loading = trackers, True
 
     @classmethod
@@ -125,28 +192,22 @@ class RunContext:
         program: the command without `--resume`. record, trackers: as for `RunContext`.
         """
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root, given)
-        resumes = path is not None and has_checkpoint(path)
         log = Path("logs") / f"{folder.path.name}.log"
         with ExitStack() as undo:
-            if path is None:
-                undo.callback(folder.discard)
+            undo.callback(folder.discard)
             undo.callback(folder.close)
             logged = log.exists()
             console.setup(log)
             undo.pop_all()  # the log is there, and the folder stays
-        resume = f"{command(program)} --resume {shlex.quote(str(folder.path))}"
-        run = cls(
+        return cls(
             folder,
             grader,
-            resume_command=resume,
-            resumes=resumes,
-            log=log,
+            resume_command=f"{command(program)} --resume {shlex.quote(str(folder.path))}",
             record=record,
+            log=log,
             trackers=trackers,
-            owns_folder=path is None,
+            logged=logged,
         )
-        run.logged = logged
-        return run
 
     def _on_every_rank(self, grader: Grader, resumes: bool) -> None:
         self.grader, self.resumes, self.code = grader, resumes, FAILED
@@ -154,18 +215,12 @@ class RunContext:
         self.stop, self.clock, self._open = Stop(), Clock(), ExitStack()
         # of bars that a notebook shows in place of the console's rows; `vgrout.train_run` sets it
         self.bars: type[tqdm] | None = None
-        self._bar: tqdm | None = None  # while there are steps to do
         # set by vote_stop() alone: what is saved and where the loop ends is one decision
         self.stops = False
 
     @property
     def path(self) -> Path:
         return self.dir.path
-
-    @property
-    def hashes(self) -> dict[str, str | None]:
-        """sha256 of the input files."""
-        return self.record["hashes"]
 
     @property
     def stamp(self) -> dict[str, object]:
@@ -176,7 +231,7 @@ class RunContext:
         """Say what runs and where, and write run.json of a new run, before anything is loaded: a sweep started
         meanwhile sees that it is running."""
         is_new = not (self.path / "run.json").exists()
-        on = "" if is_new or self.owns_folder else f", {where_from(self.path)}"
+        on = "" if is_new else f", {where_from(self.path)}"
         for line in (*what, f"run: {self.path} (log: {self.log.parent}/){on}"):
             logger.info(line)
         if is_new:
@@ -187,15 +242,11 @@ class RunContext:
         if self.stop.requested:  # by a signal that a library swallowed while it was imported
             raise KeyboardInterrupt
         self._loading = False
-        self.running()
+        self.running(steps_on_disk(self.path))
 
-    def running(self) -> None:
-        """Write status.json of a run under way."""
-        self.status("running", "", self.resume_command)
-
-    def status(self, state: str, reason: str, then: str) -> None:
-        """Write status.json. Raises OSError where it cannot be written."""
-        self.dir.status(state, self.dir.steps_on_disk(), reason, then)
+    def running(self, steps: int) -> None:
+        """Write status.json of a run under way. steps: how many are done."""
+        self.dir.status("running", steps, "", self.resume_command)
 
     def vote_stop(self) -> bool:
         """Whether to stop: a signal to one rank stops all, after the same step.
@@ -214,35 +265,27 @@ class RunContext:
     def steps(self, steps: range) -> Iterable[int]:
         """The steps, with a progress bar on a terminal or in a notebook. Raises Interrupted after the step in which a
         stop was voted."""
-        with self._bar_of(steps) as shown:
-            for step in shown:
-                yield step
-                if self.stops:
-                    raise Interrupted(f"interrupted after step {step}")
-
-    @contextmanager
-    def _bar_of(self, steps: range) -> Generator[Iterable[int]]:
-        """What is looped over: the steps themselves where `show_step` moves the bar."""
         if self.bars is not None:
-            with console.notebook_bar(self.bars, steps) as self._bar:
-                try:
-                    yield steps
-                finally:
-                    self._bar = None
+            bar = console.notebook_bar(self.bars, steps)
         else:
-            at = {"initial": steps.start, "total": steps.stop}
-            hidden = None if ranks.first() else True
             layout = (
                 "{n_fmt} of {total_fmt} steps |{bar:24}| {elapsed} gone, about {remaining} left"
             )
-            yield tqdm(steps, **at, bar_format=layout, leave=False, disable=hidden)
+            at = {"initial": steps.start, "total": steps.stop}
+            hidden = None if ranks.first() else True
+            bar = tqdm(**at, bar_format=layout, leave=False, disable=hidden)
+        with bar as self._bar:
+            for step in steps:
+                yield step
+                bar.update()
+                if self.stops:
+                    raise Interrupted(f"interrupted after step {step}")
 
     def show_step(self, hack: Rate, solve: Rate) -> None:
-        """Move a notebook's bar on by a step, of whose answers these shares hacked and solved."""
-        if self._bar is not None:
+        """Write beside a notebook's bar what share of a step's answers hacked and solved."""
+        if self.bars is not None:
             said = f"hack {hack.percent} %, solve {solve.percent} %"
             self._bar.set_postfix_str(said, refresh=False)
-            self._bar.update()
 
     def __enter__(self) -> "RunContext":
         self._open.enter_context(self.dir)
@@ -274,7 +317,7 @@ class RunContext:
             return
         reason, then, said = self._account(e)
         try:
-            self.status(state, reason, then)
+            self.dir.status(state, steps_on_disk(self.path), reason, then)
         except OSError as error:
             if state != "failed":
                 self._end(error)
@@ -308,11 +351,8 @@ class RunContext:
                 when = "before the first step"
                 return when, again, f"stopped {when}; {self._go_on()}"
             case KeyboardInterrupt():
-                return (
-                    "second interrupt: stopped at once",
-                    again,
-                    f"stopped at once; {self._go_on()}",
-                )
+                said = f"stopped at once; {self._go_on()}"
+                return "second interrupt: stopped at once", again, said
             case Halted():
                 on = f"to go on all the same: {again} --guard log"
                 return str(e), f"read the last answers; {on}", f"halted: {e}. {on.capitalize()}"
@@ -345,14 +385,13 @@ class RunContext:
             self.log.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # not empty
                 self.log.parent.rmdir()
-        if self.owns_folder and not self.resumes:
-            self.dir.discard()
+        self.dir.discard()
         show_refusal(e)
 
     def _of_storage(self, error: OSError) -> tuple[str, str, str]:
         """`_account` of a full or broken disk. Room for status.json was reserved."""
-        saved = self._saved()
-        last = f"the last good checkpoint is {saved}" if saved else NONE_YET
+        saved = complete(self.path)
+        last = f"the last good checkpoint is {saved[-1].name}" if saved else NONE_YET
         if error.errno in FULL:
             free = shutil.disk_usage(self.path).free // 1024
             reason = f"disk full ({error.strerror}; {free} KiB free below {self.path})"
@@ -362,17 +401,12 @@ class RunContext:
         then = f"{when}: {self.resume_command}"
         return f"{reason}; {last}", then, f"{reason}; {last}. {then[0].upper()}{then[1:]}"
 
-    def _saved(self) -> str:
-        """The folder's name of the last checkpoint; "": there is none."""
-        checkpoints = complete(self.path)
-        return checkpoints[-1].name if checkpoints else ""
-
     def _go_on(self, how: str = "with", saved: str = "the last checkpoint stands") -> str:
         """What is left of a run that ended early, and the command that goes on with it.
 
         how: it should go on, before the command. saved: what is said where there is a checkpoint.
         """
-        left, then = (saved, "Go on") if self._saved() else (NONE_YET, "Begin again")
+        left, then = (saved, "Go on") if complete(self.path) else (NONE_YET, "Begin again")
         return f"{left}. {then} {how}: {self.resume_command}"
 
 
@@ -405,7 +439,7 @@ def git(here: Path) -> dict[str, object]:
 def provenance() -> dict[str, object]:
     """Where the numbers come from: command, revision, versions, machine."""
     versions = {"python": platform.python_version()}
-    for package in (
+    for package in [
         "vgrout",
         "torch",
         "transformers",
@@ -413,7 +447,7 @@ def provenance() -> dict[str, object]:
         "safetensors",
         "numpy",
         "tyro",
-    ):
+    ]:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {

@@ -27,7 +27,7 @@ from vgrout.direction.pairs import check_file as check_direction
 from vgrout.envs.base import Environment, Grader, Splits, split_tasks
 from vgrout.envs.worlds import environment_class
 from vgrout.ground.data import Task
-from vgrout.ground.io import Refused, hash_of_file, hash_of_files, hash_of_folder, once, refuse
+from vgrout.ground.io import Refused, hash_if_there, hash_of_files, hash_of_folder, once
 from vgrout.ground.scoring import import_function, scorer
 from vgrout.model.load.source import (
     find_shapes,
@@ -112,71 +112,66 @@ class Inputs:
         return splits
 
 
-def make_environment(cfg: Config) -> Environment:
-    """The run's environment, its files read and checked. Raises Refused, one line."""
-    return environment_class(cfg.env.environment).of_run(cfg)
+def read(absent: list[str], load: Callable[[Path], T], path: Path | None) -> T | None:
+    """What `load` makes of a file. None: none is named, or it is missing and stands in `absent` now: a user wants to
+    hear of all of them at once.
 
-
-class _Reader:
-    """Reads files, and remembers which of them are missing: a user wants to hear of all of them at once."""
-
-    def __init__(self) -> None:
-        self.absent: list[str] = []
-
-    def read(self, load: Callable[[Path], T], path: Path | None) -> T | None:
-        """What `load` makes of it. None: no file is named, or it is missing.
-
-        Raises:
-            Refused: it is there, and wrong.
-        """
-        if path is None:
-            return None
-        try:
-            return load(path)
-        except Refused as e:
-            if path.exists():
-                raise
-            self.absent.append(str(e))
-            return None
+    Raises:
+        Refused: it is there, and wrong.
+    """
+    if path is None:
+        return None
+    try:
+        return load(path)
+    except Refused as e:
+        if path.exists():
+            raise
+        absent.append(str(e))
+        return None
 
 
 def read_inputs(cfg: Config) -> Inputs:
     """Raises Refused, one line, for every mistake in a file that can be seen without a model."""
-    files = _Reader()
+    absent, make_environment = list[str](), environment_class(cfg.env.environment).of_run
     if ORGANISM in (cfg.scale.model, cfg.loss.teacher_model):
         flag = "--organism" if cfg.scale.organism else "--model organism:"
-        files.read(lambda _: cfg.files.require_sound(flag), cfg.files.root / "manifest.json")
-        if files.absent:  # and so is all that is in it
-            return Inputs(make_environment(cfg), absent=tuple(files.absent))
+        read(absent, lambda _: cfg.files.require_sound(flag), cfg.files.root / "manifest.json")
+        if absent:  # and so is all that is in it
+            return Inputs(make_environment(cfg), absent=tuple(absent))
     # nothing to fetch: its problems are not to blame
     if looks_like_path(cfg.model_path) and not cfg.run.dry_run:
         require_model(cfg.model_path)
     environment = make_environment(cfg)
-    files.absent += environment.absent
+    absent += environment.absent
     for name, given in cfg.flaws_named.items():
         require_words(name, given, environment.flaws, "flaw")
     require_detector(cfg, environment)
-    pool = files.read(lambda folder: load_pool(folder, tuple(environment.flaws)), cfg.pool_path)
+    pool = read(absent, lambda folder: load_pool(folder, (*environment.flaws,)), cfg.pool_path)
     if pool is not None and cfg.mixes:
         check_rewards(cfg, pool, environment)
     if environment.prompts:
         check_held_out(cfg, environment, pool)
-    pairs, placebo = read_pairs(cfg, files, environment)
-    check_model(cfg, files, environment)
+    pairs, placebo = read_pairs(cfg, absent, environment)
+    check_model(cfg, absent, environment)
     if cfg.method.has_direction:
-        files.read(
+        read(
+            absent,
             lambda v: check_direction(v, "--v-hack-path", pairs, cfg.method.extraction),
             cfg.method.v_hack_path,
         )
     if cfg.loss.teacher_model:
         teacher = cfg.teacher_model_path
-        files.read(lambda _: require_model(teacher, "--teacher-model"), Path(teacher))
-    known_path = known_correct_path(cfg, environment)
-    known_correct = files.read(load_known_correct, known_path) or ()
-    try_ensemble(cfg, environment, pool)
+        read(absent, lambda _: require_model(teacher, "--teacher-model"), Path(teacher))
+    known_correct = read(absent, load_known_correct, known_correct_path(cfg, environment)) or ()
+    # functions of somebody's own are tried on one right answer each
+    tried = environment.tasks(pool)["train"][:1] if environment.prompts else []
+    for name in cfg.detectors.members:
+        score = scorer(name, "--rm-ensemble-members")
+        for task in tried:
+            score(task, task.right_answer)
     if "llm_judge" in cfg.method.watching:
-        check_judge(cfg, files)
-    return Inputs(environment, pool, pairs, placebo, known_correct, tuple(files.absent))
+        check_judge(cfg, absent)
+    return Inputs(environment, pool, pairs, placebo, known_correct, tuple(absent))
 
 
 def check_rewards(cfg: Config, pool: Pool, environment: Environment) -> None:
@@ -192,7 +187,6 @@ def check_rewards(cfg: Config, pool: Pool, environment: Environment) -> None:
             "give the pool's, or make it again with this one"
         )
         return
-
     for demos in pool.demos.values():
         for grade in (demo.grade for demo in demos):
             if environment.gives(grade.reward, grade.passed):
@@ -207,7 +201,7 @@ def check_rewards(cfg: Config, pool: Pool, environment: Environment) -> None:
 
 
 def read_pairs(
-    cfg: Config, files: _Reader, environment: Environment
+    cfg: Config, absent: list[str], environment: Environment
 ) -> tuple[PairSet | None, PairSet | None]:
     """The pairs of the direction, and those of a placebo control. None: the method has no such pairs."""
     pairs = placebo = None
@@ -222,7 +216,7 @@ def read_pairs(
                 flag="--teacher-pool-dir" if of_pool else "--vhack-pairs-path",
                 how=environment.how_pairs_are_made,
             )
-            pairs = files.read(load, path)
+            pairs = read(absent, load, path)
         elif environment.handwritten_pairs:
             pairs = handwritten()
         elif cfg.method.v_hack_path is None:
@@ -235,7 +229,7 @@ def read_pairs(
         named = cfg.method.placebo_pairs
         path = environment.placebo_path(named) if named in PLACEBOS else Path(named)
         load = partial(load_pairs, flag="--placebo-pairs", flaws=flaws)
-        placebo = files.read(load, path) if path else handwritten_placebo(named)
+        placebo = read(absent, load, path) if path else handwritten_placebo(named)
         if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
             raise Refused(
                 f"--placebo-pairs {path}: these are the true pairs; give another contrast"
@@ -250,9 +244,9 @@ def known_correct_path(cfg: Config, environment: Environment) -> Path | None:
     return cfg.method.known_correct or environment.known_correct_path
 
 
-def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
+def check_model(cfg: Config, absent: list[str], environment: Environment) -> None:
     """Raises Refused, one line, if prompts do not fit the model, or the quarantine's block is none of its blocks."""
-    folder = files.read(lambda _: require_model(cfg.model_path), Path(cfg.model_path))
+    folder = read(absent, lambda _: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
         if cfg.env.thinking:
             require_thinking(folder)
@@ -262,40 +256,21 @@ def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
         raise Refused(f"--quarantine block:{block}: the model has {shapes.layers} blocks")
 
 
-def try_ensemble(cfg: Config, environment: Environment, pool: Pool | None) -> None:
-    """Import the functions of --rm-ensemble-members, and try each on one right answer.
-
-    Raises:
-        Refused: it cannot be imported, or does not answer with a number.
-    """
-    if not cfg.detectors.members:
-        return
-    train = environment.tasks(pool)["train"] if environment.prompts else []
-    for name in cfg.detectors.members:
-        score = scorer(name, "--rm-ensemble-members")
-        if train:
-            score(train[0], train[0].right_answer)
-
-
-def check_judge(cfg: Config, files: _Reader) -> None:
+def check_judge(cfg: Config, absent: list[str]) -> None:
     """Read the judge's prompt, and try its model: a folder is looked at, an endpoint is asked once.
 
     Raises:
         Refused: one line: what is wrong with it.
     """
     method = cfg.method
-    files.read(judge_prompt, method.llm_judge_prompt)
-    folder = method.llm_judge_model
-    if method.llm_judge_url:
-        endpoint = judge_endpoint(method)
-        if not cfg.run.dry_run and not files.absent:  # a plan asks nobody
-            try_endpoint(method, endpoint)
-    elif Path(folder).is_dir():
-        require_model(folder, "--llm-judge-model")
-    else:
-        absent = f"--llm-judge-model {folder}: no such folder; give a model's folder"
-        refuse(not cfg.run.dry_run, absent)
-        files.absent.append(absent)
+    read(absent, judge_prompt, method.llm_judge_prompt)
+    if not method.llm_judge_url:
+        folder = method.llm_judge_model
+        read(absent, lambda _: require_model(folder, "--llm-judge-model"), Path(folder))
+        return
+    endpoint = judge_endpoint(method)
+    if not cfg.run.dry_run and not absent:  # a plan asks nobody
+        try_endpoint(method, endpoint)
 
 
 def require_detector(cfg: Config, environment: Environment) -> None:
@@ -305,11 +280,12 @@ def require_detector(cfg: Config, environment: Environment) -> None:
         return
     nothing = f"could flag nothing: --env {environment.name} has no weak detector"
     for name in cfg.method.watching:
-        needs = MONITORS[name].needs
-        seed = name == cfg.method.seed_monitor and name != cfg.method.monitor_name
-        given = f"--{'seed-monitor' if seed else 'monitor'} {name}"
+        needs, flag = MONITORS[name].needs, "--monitor"
         if name in cfg.method.in_shadow:
-            given = f"--shadow {name}"
+            flag = "--shadow"
+        elif name != cfg.method.monitor_name:
+            flag = "--seed-monitor"
+        given = f"{flag} {name}"
         if "detector" in needs:
             raise Refused(f"{given}: {nothing}; name source or labels")
         if "demonstrations" in needs and not cfg.mixes:
@@ -357,10 +333,8 @@ def check_held_out(cfg: Config, environment: Environment, pool: Pool | None) -> 
                     f"--teacher-modes {flaw}: {pool.folder} demonstrates no training problem of it"
                 )
     known = set(cfg.method.modes_known)
-    if not known:
-        return
     there = {flaw for task in parts["train"] for flaw in task.flaws}
-    if not known & there:
+    if known and not known & there:
         raise Refused(
             f"--known-modes {cfg.method.known_modes}: no training problem has such a flaw ({', '.join(sorted(there))} "
             "have), so nothing could be flagged; name one that is there"
@@ -377,14 +351,6 @@ def _hash_of_model(given: str) -> str | None:
     return hash_of_files(parts) if parts and is_small else None
 
 
-def _hashes_of_classes(cfg: Config) -> dict[str, str | None]:
-    """`hash_of_class` of each class of somebody's own that the run names, by module:Class."""
-    named = [cfg.env.env] if ":" in cfg.env.environment else []
-    for name in CLASSES:
-        named += [word for word in listed(getattr(cfg.method, name)) if ":" in word]
-    return {given: hash_of_class(given) for given in named}
-
-
 def source_of(own: object) -> Path | None:
     """The file that a class was written in; None: there is none, as in a notebook."""
     try:
@@ -396,34 +362,31 @@ def source_of(own: object) -> Path | None:
 
 def hash_of_class(given: str) -> str | None:
     """sha256 of the file of module:Class; None: it has none."""
-    file = source_of(import_function(given, "--env", "module:Class"))
-    return hash_of_file(file) if file else None
+    return hash_if_there(source_of(import_function(given, "--env", "module:Class")))
 
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     """sha256 of every file that the numbers depend on; None: not read by this run. A model is hashed here if it is a
     small folder; the weights of any other are hashed once they are loaded."""
 
-    def of_file(path: Path | None) -> str | None:
-        return hash_of_file(path) if path is not None and path.exists() else None
-
-    pool = inputs.pool
-    judge = cfg.method if "llm_judge" in cfg.method.watching else None
-    # an entry of its own only where there is one: other runs' records stay as they are
-    of_judge: dict[str, str | None] = {}
-    if judge is not None:
-        of_judge["judge_prompt"] = of_file(judge.llm_judge_prompt)
-        if not judge.llm_judge_url:
-            of_judge["judge_model"] = _hash_of_model(judge.llm_judge_model)
-    return {
-        **of_judge,
-        **_hashes_of_classes(cfg),
+    method, pool, hashes = cfg.method, inputs.pool, dict[str, str | None]()
+    # entries of their own only where there is something: other runs' records stay as they are
+    if "llm_judge" in method.watching:
+        hashes["judge_prompt"] = hash_if_there(method.llm_judge_prompt)
+        if not method.llm_judge_url:
+            hashes["judge_model"] = _hash_of_model(method.llm_judge_model)
+    classes = [
+        cfg.env.environment,
+        *(word for name in CLASSES for word in listed(getattr(method, name))),
+    ]
+    hashes |= {given: hash_of_class(given) for given in classes if ":" in given}
+    return hashes | {
         "model": _hash_of_model(cfg.model_path),
         "teacher_model": _hash_of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
         **inputs.environment.hashes(),
         "pool": hash_of_folder(pool.folder) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
-        "known_correct": of_file(known_correct_path(cfg, inputs.environment)),
-        "direction_file": of_file(cfg.method.v_hack_path) if cfg.method.has_direction else None,
+        "known_correct": hash_if_there(known_correct_path(cfg, inputs.environment)),
+        "direction_file": hash_if_there(method.v_hack_path) if method.has_direction else None,
     }

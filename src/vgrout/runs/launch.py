@@ -3,11 +3,14 @@
 Everything that can be checked is checked, the sandbox starts, the run's folder is made, and the loop runs in it.
 """
 
+import contextlib
+import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 
 from loguru import logger
 
@@ -15,14 +18,31 @@ from vgrout.config.presets import import_named, resumed
 from vgrout.config.run import Config, from_dict
 from vgrout.envs.base import Grader
 from vgrout.ground import console, ranks
-from vgrout.ground.io import Interrupted, Refused, probe_writable, read_json, spelled
+from vgrout.ground.io import (
+    Interrupted,
+    Refused,
+    probe_writable,
+    read_json,
+    show_fault,
+    show_refusal,
+    spelled,
+)
 from vgrout.ground.machine import cores
+from vgrout.ground.ranks import RankLost
+from vgrout.ground.records import began
 from vgrout.ground.table import StepRow
 from vgrout.model.load.source import ITEMSIZE
 from vgrout.runs import checkpoint
-from vgrout.runs.context import FINISHED, INTERRUPTED, RunContext
+from vgrout.runs.context import (
+    ENDINGS,
+    FINISHED,
+    INTERRUPTED,
+    REFUSED,
+    RunContext,
+    state_and_code,
+    stop_on_signals,
+)
 from vgrout.runs.inputs import Inputs, file_hashes, require_own_labels
-from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.plan import HEAD, beside_documents, dtype_of, first_lines, plan_lines, preflight
 from vgrout.runs.run_dir import RUNS, has_checkpoint, require_same, run_to_resume
 from vgrout.runs.tracking import Trackers
@@ -73,7 +93,19 @@ def launch(
         if cfg.run.dry_run:
             print_plan(plan)
             return FINISHED
-        run = begin_run(cfg, path, grader, hashes)
+        run = RunContext.begin(
+            f"train {cfg.preset}" + " --trust-code" * bool(cfg.code),
+            path,
+            cfg.run_id,
+            grader,
+            given=cfg.run.output_dir,
+            record={
+                "config": cfg.as_dict(),
+                "beside_documents": beside_documents(cfg.method),
+                "hashes": hashes,
+            },
+            trackers=Trackers(cfg.run.trackers),
+        )
         if on_run:
             on_run(run)
         with run:
@@ -126,32 +158,6 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     return path, cfg
 
 
-def begin_run(
-    cfg: Config,
-    path: Path | None,
-    grader: Grader,
-    hashes: Mapping[str, str | None],
-) -> RunContext:
-    """Make the run's folder, or open that of the run to resume, and start its log. path: as in `launch`."""
-    command = ["train", cfg.preset]
-    if cfg.code:
-        command.append("--trust-code")
-    record = {
-        "config": cfg.as_dict(),
-        "beside_documents": beside_documents(cfg.method),
-        "hashes": hashes,
-    }
-    return RunContext.begin(
-        " ".join(command),
-        path,
-        cfg.run_id,
-        grader,
-        record=record,
-        trackers=Trackers(cfg.run.trackers),
-        given=cfg.run.output_dir,
-    )
-
-
 def print_plan(plan: list[str]) -> None:
     """Print what --dry-run shows."""
     lines = spelled("\n".join(plan)).split("\n")
@@ -177,3 +183,79 @@ def grader_of(cfg: Config, inputs: Inputs) -> Grader:
     """Start what grades this run's answers. Its workers are this machine's cores, divided among the ranks on it."""
     workers = max(1, cores() // ranks.here())
     return inputs.environment.grader(workers, cfg.run.max_error_retries)
+
+
+# ── several ranks
+
+
+def require_torchrun() -> None:
+    """Raises Refused where somebody has set the ranks of several processes, and torchrun has not: each would make the
+    same run, and none would know of the others."""
+    ranks_set = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and ranks_set not in ("", "1") and ranks.size() == 1:
+        raise Refused(
+            f"RANK and WORLD_SIZE ({ranks_set}) are set, but not by torchrun, so that every process would make the "
+            "same run alone; start them with `torchrun … -m -- vgrout.train`, or unset both"
+        )
+
+
+def resumed_by_torchrun(requested: Config) -> Config:
+    """The requested configuration; after a restart by torchrun, set to resume the run that its job has begun.
+
+    Raises:
+        Interrupted: that run was asked to stop, which torchrun takes for a failure.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return requested
+    for run in _of_this_job(requested, "status.json"):
+        if read_json(run / "status.json").get("state") == "interrupted":
+            raise Interrupted(f"{run}: was interrupted, and stays so after torchrun's restart")
+    begun = _of_this_job(requested, "run.json")
+    if requested.run.resume or not begun:
+        return requested
+    return replace(requested, run=replace(requested.run, resume=str(max(begun, key=began))))
+
+
+def _of_this_job(requested: Config, file: str) -> list[Path]:
+    """The runs in which this job of torchrun's has written the file. Files that cannot be read are another's."""
+    job = ranks.torchrun_id()
+    if job is None:
+        return []
+    own = requested.run.output_dir
+    files = [*RUNS.glob(f"*/{file}"), *([] if own is None else own.glob(file))]
+    if requested.run.resume not in (None, "", "latest"):
+        files += Path(requested.run.resume).glob(file)
+    found: list[Path] = []
+    for path in files:
+        with contextlib.suppress(Refused, OSError):
+            if read_json(path).get("torchrun") == job:
+                found.append(path.parent)
+    return found
+
+
+class Peer(RunContext):
+    """A run as seen by a rank beside rank 0: the same loop, nothing written."""
+
+    def __init__(self, grader: Grader, resumes: bool) -> None:
+        self._on_every_rank(grader, resumes)
+
+    def __enter__(self) -> "Peer":
+        self.stop = self._open.enter_context(stop_on_signals())
+        self._open.enter_context(self.clock)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
+    ) -> bool:
+        self._open.close()
+        _, self.code = state_and_code(e)
+        if e is None or type(e) in ENDINGS:
+            pass  # rank 0 says so
+        elif isinstance(e, RankLost):
+            print(f"E {e}", file=sys.stderr)
+        elif isinstance(e, Refused):  # which rank 0 says as well, if it is its own
+            self.code = REFUSED
+            show_refusal(e)
+        else:
+            show_fault(e)
+        return True

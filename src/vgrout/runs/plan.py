@@ -6,7 +6,7 @@
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -105,8 +105,8 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     probe_writable(folder := run or (RUNS if new is None else new.parent))
     probe_writable(Path("logs"))
     for needed in (
-        lambda: require_disk(disk_needed(cfg), folder, run),
-        lambda: require_memory(cfg, inputs.environment.prompts),
+        partial(require_disk, disk_needed(cfg), folder, run),
+        partial(require_memory, cfg, inputs.environment.prompts),
         *(partial(tracking.require, name) for name in cfg.run.trackers),
     ):
         try:
@@ -115,23 +115,21 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
             absent.append(str(e))
     missing = (*inputs.absent, *absent)
     if missing and not cfg.run.dry_run:
-        more = (
-            f" ({len(missing) - 1} more missing: --dry-run lists all)" if len(missing) > 1 else ""
-        )
-        raise Refused(missing[0] + more)
+        more = len(missing) - 1
+        raise Refused(missing[0] + f" ({more} more missing: --dry-run lists all)" * (more > 0))
     return replace(inputs, absent=missing)
 
 
 def memory_plan(cfg: Config, shapes: Shapes, prompts: Prompts, room: int | None) -> MemoryPlan:
     """room: bytes that are free for the run."""
-    size = ITEMSIZE[dtype_of(cfg)]
-    longest = max(
-        (sum(len(m["content"]) for m in messages) for messages in prompts),
-        default=4 * PROMPT_TOKENS,
-    )
-    prompt_tokens = longest // 4  # at four characters per token
+    lengths = [sum(len(m["content"]) for m in messages) for messages in prompts]
     return plan_of(
-        cfg, shapes, device=device_of(cfg), size=size, room=room, prompt_tokens=prompt_tokens
+        cfg,
+        shapes,
+        device=device_of(cfg),
+        size=ITEMSIZE[dtype_of(cfg)],
+        room=room,
+        prompt_tokens=max(lengths) // 4 if lengths else PROMPT_TOKENS,  # of four characters each
     )
 
 
@@ -152,18 +150,20 @@ def require_memory(cfg: Config, prompts: Prompts) -> None:
 def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
     """What runs, for the head of its output. named: somebody chose the intervention."""
     s, method, shapes = cfg.scale, cfg.method, find_shapes(cfg.model_path)
-    n = shapes.parameters if shapes else 0
-    size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
-    problems = "1 problem" if s.prompts_per_step == 1 else f"{s.prompts_per_step} problems"
-    what, *more = method_lines(cfg, named, settings=False)
-    run = [
+    size = ""
+    if shapes:
+        n = shapes.parameters
+        size = f" ({n / 1e9:.1f} B weights)" if n >= 1e9 else f" ({n / 1e6:.1f} M weights)"
+    problems = f"{s.prompts_per_step} problem{'s' * (s.prompts_per_step != 1)}"
+    run = (
         f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers"
-    ]
-    of_method = [f"method: {what}", *(f"  {line}" for line in more)]
-    control = [f"control: {method.control_name}: {method.control_what}"] * (
-        method.control_name != "none"
     )
-    return [*run, *of_method, *control] if named else [*of_method, *run, *control]
+    what, *more = method_lines(cfg, named, settings=False)
+    lines = [f"method: {what}", *(f"  {line}" for line in more)]
+    lines.insert(0 if named else len(lines), run)
+    if method.control_name != "none":
+        lines.append(f"control: {method.control_name}: {method.control_what}")
+    return lines
 
 
 def method_lines(cfg: Config, named: bool = True, settings: bool = True) -> list[str]:
@@ -181,12 +181,14 @@ def method_lines(cfg: Config, named: bool = True, settings: bool = True) -> list
         lines.append(f"others: {', '.join(others)} (--intervention NAME)")
     lines += [*(recommended_settings(method) if settings else ()), *method.ignored]
     if method.monitor_name == "gate" and not cfg.mixes:
-        lines += [
-            "no demonstrations: known hacks are only answers that the weak detector flags;",
+        lines.append(
+            "no demonstrations: known hacks are only answers that the weak detector flags;"
+        )
+        lines.append(
             "until the first, their mean counts as 0"
             if method.gate_as_documented
-            else "before the first there is no threshold, and nothing is routed",
-        ]
+            else "before the first there is no threshold, and nothing is routed"
+        )
     return lines
 
 
@@ -271,10 +273,7 @@ def adapter_lines(cfg: Config) -> list[str]:
             outline,  # torch: of other blocks nothing is known without it
         )
 
-        try:
-            linears, bare = outline(folder)
-        except Refused as e:
-            raise Refused(f"--model {cfg.scale.model}: {str(e)[:160]}") from None
+        linears, bare = outline(folder)
         adapted, R = sum(a * b for a, b in linears), sum(map(min, linears))
     if not R:
         return []
@@ -344,20 +343,14 @@ def _work_lines(cfg: Config) -> list[str]:
     evaluations = sum(cfg.evaluates(step) for step in range(scale.steps))
     in_evaluations = evaluations * cfg.eval.eval_n_prompts * scale.group
     at_the_end = 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
-    cached = ""
+    run = f"{cfg.run_id}: {scale.steps} steps of {scale.prompts_per_step} problems × {scale.group} answers"
     if cfg.n_teacher:
-        cached = f", {cfg.n_teacher} of {scale.group} cached where a problem is covered"
-    return [
-        *_headed(
-            "run",
-            f"{cfg.run_id}: {scale.steps} steps of {scale.prompts_per_step} problems × {scale.group} answers{cached}",
-        ),
-        *_headed(
-            "answers",
-            f"{cfg.generations * scale.steps:,} in training, {in_evaluations:,} in evaluations on the way, at most "
-            f"{at_the_end:,} at the end; of at most {scale.max_new:,} tokens",
-        ),
-    ]
+        run += f", {cfg.n_teacher} of {scale.group} cached where a problem is covered"
+    answers = (
+        f"{cfg.generations * scale.steps:,} in training, {in_evaluations:,} in evaluations on the way, at most "
+        f"{at_the_end:,} at the end; of at most {scale.max_new:,} tokens"
+    )
+    return _headed("run", run) + _headed("answers", answers)
 
 
 def _machine_lines(cfg: Config, inputs: Inputs, folder: Path) -> list[str]:
@@ -402,32 +395,22 @@ def loaded_lines(
     cfg: Config, inputs: Inputs, problems: Splits, policy: "Policy", method: "Method"
 ) -> list[str]:
     """What was loaded: a line for the console, the others for the log."""
-    lines = _problem_lines(cfg, inputs, problems)
+    n_train, n_test, n_flaws = len(problems.train), len(problems.test), len(problems.trained_flaws)
+    files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
+    if cfg.env.taskset:
+        files = [inputs.environment.source]
+    count = Counter(task.flaws[0] for task in problems.train)
+    by_flaw = ", ".join(f"{flaw} {count[flaw]}" for flaw in problems.flaws if count[flaw])
+    lines = [
+        f"problems: {n_train} to train on, {n_test} to test · {n_flaws} flaw{'s' * (n_flaws != 1)}",
+        f"problems: {n_train} train, {len(problems.val)} val, {n_test} test kept of "
+        f"{len(inputs.environment.prompts)} in {' and '.join(files)} ({problems.too_long} too long); train: {by_flaw}",
+    ]
     lines += inputs.environment.ignored(inputs.pool)
     lines.append(_trainable_line(cfg, policy))
     if method.provenance:
         lines.append(_direction_line(cfg, method.provenance))
     return lines
-
-
-def _problem_lines(cfg: Config, inputs: Inputs, problems: Splits) -> list[str]:
-    """How many problems there are, for the console and then for the log."""
-    n_train, n_test, n_flaws = len(problems.train), len(problems.test), len(problems.trained_flaws)
-    files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
-    if cfg.env.taskset:
-        files = [inputs.environment.source]
-    by_flaw = _by_flaw(problems, (task.flaws[0] for task in problems.train))
-    return [
-        f"problems: {n_train} to train on, {n_test} to test · {n_flaws} flaw{'s' * (n_flaws != 1)}",
-        f"problems: {n_train} train, {len(problems.val)} val, {n_test} test kept of "
-        f"{len(inputs.environment.prompts)} in {' and '.join(files)} ({problems.too_long} too long); train: {by_flaw}",
-    ]
-
-
-def _by_flaw(problems: Splits, names: Iterable[str]) -> str:
-    """How often each flaw is named."""
-    count = Counter(names)
-    return ", ".join(f"{flaw} {count[flaw]}" for flaw in problems.flaws if count[flaw])
 
 
 def _trainable_line(cfg: Config, policy: "Policy") -> str:

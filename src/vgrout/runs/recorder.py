@@ -5,9 +5,9 @@ import hashlib
 import json
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from loguru import logger
@@ -16,11 +16,12 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.envs.base import Splits
 from vgrout.ground import ranks
-from vgrout.ground.data import Batch, Flaw, Grade, Group, Rollout, Thought
+from vgrout.ground.data import Batch, Flaw, Grade, Rollout, Thought
 from vgrout.ground.io import Diverged, Json, Refused, printable, quoted, read_json, write_atomic
 from vgrout.ground.metrics import flag_rates, students
 from vgrout.ground.table import SECONDS, Columns, StepRow, Table, share, whole_run
 from vgrout.guard.guard import Guard
+from vgrout.loop.optim import Optimizer
 from vgrout.method.base import Refresh
 from vgrout.method.method import Method
 from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
@@ -28,19 +29,12 @@ from vgrout.model.svd_adapter import weights_sha256
 from vgrout.report.rules import preregistered
 from vgrout.runs import checkpoint
 from vgrout.runs.context import RunContext
-from vgrout.runs.run_dir import require_same
+from vgrout.runs.run_dir import require_same, steps_on_disk
 
 OF_THE_RUN = ("began_at", "tracker_id")  # what run.json keeps when a run begins again
 RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume
 
 R = TypeVar("R", bound=Columns)
-
-
-class Stateful(Protocol):
-    """Has state that a checkpoint keeps: what the next step reads and seed and step number do not determine."""
-
-    def state_dict(self) -> object: ...
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 # Characters of rows in an adapter file's head, which may hold 100 MB. At a run's end enough for 10,000 steps; before
@@ -55,22 +49,16 @@ class StepRecorder(Generic[R]):
         self,
         run: RunContext,
         row: type[R],
-        state: Mapping[str, Stateful],
+        state: Mapping[str, Any],
         every: int = 1,
         keep: int = 1,
         short: bool = True,
     ) -> None:
-        """state: what goes into a checkpoint. every: steps between checkpoints. keep: how many are kept. short: the
-        console gets its few columns, not all."""
-        self.run, self.row, self.state, self.every, self.kept, self.short = (
-            run,
-            row,
-            state,
-            every,
-            keep,
-            short,
-        )
-        self.rows: list[R] = []
+        """state: what goes into a checkpoint, by `state_dict`. every: steps between checkpoints. keep: how many are
+        kept. short: the console gets its few columns, not all."""
+        self.run, self.row, self.rows = run, row, list[R]()
+        self.state, self.every, self.kept = state, every, keep
+        self.short = short
 
     def open(self, more: Mapping[str, Json], has: set[str], flaws: Sequence[Flaw] = ()) -> None:
         """Write run.json, explain the table; on a resume first restore the last good checkpoint.
@@ -80,9 +68,13 @@ class StepRecorder(Generic[R]):
         Raises:
             Refused: an input has changed since the run started, or no checkpoint can be used.
         """
-        run, logged = self.run, self.run.dir.steps_on_disk()
+        run, logged = self.run, steps_on_disk(self.run.path)
         first = read_json(run.path / "run.json") if (run.path / "run.json").exists() else {}
-        record: dict[str, Json] = {**run.record, **more, "hashes": run.hashes | more["hashes"]}
+        record: dict[str, Json] = {
+            **run.record,
+            **more,
+            "hashes": run.record["hashes"] | more["hashes"],
+        }
         if run.resumes:
             require_same(run.path, record["hashes"])
             self.resume()
@@ -115,7 +107,6 @@ class StepRecorder(Generic[R]):
         for point in checkpoint.newest_first(run, passed_over):
             try:
                 rows = checkpoint.rows_before(run, point.next_step, point.sizes, self.row.from_json)
-                checkpoint.require_rows(run, point)
                 if point.state.keys() != self.state.keys():
                     raise Refused(f"it has the parts {', '.join(point.state)}")
                 self.restore(point.state, rows)
@@ -142,13 +133,11 @@ class StepRecorder(Generic[R]):
         more: Mapping[str, object] | None = None,
     ) -> None:
         """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers."""
+        # a notebook's bar stands for the few columns
+        on_console = self.full if not self.short else self.table if self.run.bars is None else None
         for table in (self.table, self.full):
-            printed = (table is self.table) == self.short
-            # a notebook's bar stands for the few columns; all of them were asked for
-            if self.short and self.run.bars is not None:
-                printed = False
             for line in table.lines(row):
-                logger.log("INFO" if printed else "DEBUG", line)
+                logger.log("INFO" if table is on_console else "DEBUG", line)
         record = row.as_json() | dict(more or {})
         self.run.dir.append(record, rollouts)
         self.run.trackers.row(record, rollouts)
@@ -158,7 +147,7 @@ class StepRecorder(Generic[R]):
         if closing or (step + 1) % self.every == 0:
             state = {name: part.state_dict() for name, part in self.state.items()}
             checkpoint.save(self.run.path, step + 1, state, self.kept)
-        self.run.running()
+        self.run.running(len(self.rows))
 
     def finish(self, line: str, table: str, record: Mapping[str, object]) -> None:
         """Write summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers. The
@@ -168,7 +157,7 @@ class StepRecorder(Generic[R]):
         )
         for text in table.splitlines():
             logger.debug(text)
-        self.run.trackers.final(record, (), None, self.rows[-1].step)
+        self.run.trackers.final(record, None, None, self.rows[-1].step)
         logger.info(f"{line}\nmore: {self.run.path / 'summary.md'}")
 
 
@@ -181,23 +170,17 @@ class Recorder(StepRecorder[StepRow]):
         run: RunContext,
         policy: Policy,
         method: Method,
-        optim: Stateful,
+        optim: Optimizer,
         guard: Guard,
         problems: Splits,
     ) -> None:
-        state: dict[str, Stateful] = {
-            "adapter": policy.adapter,
-            "optim": optim,
-            "method": method,
-            "watch": guard,
-        }
+        state = {"adapter": policy.adapter, "optim": optim, "method": method, "watch": guard}
         short = cfg.run.columns == "main"
         super().__init__(
             run, StepRow, state, cfg.run.checkpoint_every, cfg.run.checkpoint_keep, short
         )
         self.cfg, self.policy, self.method, self.guard = cfg, policy, method, guard
         self.problems = problems
-        self.attention = policy.attention()
 
     def begin(
         self,
@@ -224,7 +207,8 @@ class Recorder(StepRecorder[StepRow]):
         logger.info(opening[0])
         for line in opening[1:]:
             logger.debug(line)
-        kernels = [f"{phase} {kernel}" for phase, kernel in self.attention.items()]
+        attention = self.policy.attention()
+        kernels = [f"{phase} {kernel}" for phase, kernel in attention.items()]
         logger.debug(f"attention: {', '.join(kernels)}")
         hashes = {
             "base_weights": weights_sha256(self.policy.model, self.policy.adapter),
@@ -236,7 +220,7 @@ class Recorder(StepRecorder[StepRow]):
         record = {
             "hashes": hashes,
             "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "attention": self.attention,
+            "attention": attention,
             "dtype": DTYPE_NAMES[self.policy.model.dtype],
             "ranks": ranks.size(),
             "monitor": cfg.method.monitor_title or cfg.method.monitor_name,
@@ -252,50 +236,33 @@ class Recorder(StepRecorder[StepRow]):
         }
         flaws = self.problems.trained_flaws
         self.open(record, columns_for(cfg, flaws) | self.method.measures, flaws)
-        self.samples = SampleLogger(self.policy, self.problems.flaws)
-        self.hacked_before = any(r.hack_s.k for r in self.rows)
-        # warnings that are given once
-        self.swallowed = any(_is_swallowed(r) for r in self.rows)
-        self.settled = any(r.hkgap is not None for r in self.rows[SETTLED:])
+        self.shown: set[str] = set()  # what of the answers the log has shown, once each
         return self.rows
 
     def record(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
         """Write the table's line, steps.jsonl, rollouts.jsonl, and the checkpoints that are due."""
-        cfg, run, step = self.cfg, self.run, row.step
+        cfg, run, step, earlier = self.cfg, self.run, row.step, list(self.rows)
         self.rows.append(row)
         run.vote_stop()
         self._require_alike(step)
         if not ranks.first():
             return
         with run.clock("save"):
-            if row.skipped:
-                logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped")
-            if not self.swallowed and _is_swallowed(row):
-                self.swallowed = True
-                logger.warning(
-                    f"step {step}: {row.realised:.2f} of the adapter's change is in the weights, the rest is lost to "
-                    "their rounding; raise --lr, or start again with --dtype fp32"
-                )
-            own = cfg.method.quarantine_block is not None and cfg.method.control_name == "none"
-            gap = row.hkgap if len(self.rows) > SETTLED and not self.settled else None
-            self.settled |= gap is not None
-            by_all = cfg.method.resolved("gate_vote") == "rollout"
-            if by_all and gap is not None and row.voting is not None and row.voting <= 0.5:
-                logger.warning(
-                    f"step {step}: {row.voting:.0%} of the modules have a threshold: too few for a majority of all, so "
-                    "of the policy's own answers only those that the weak detector knows are flagged; under "
-                    "--gate-vote abstain the others do not vote"
-                )
-            elif own and gap is not None and gap < APART:
-                logger.warning(
-                    f"step {step}: hkgap {gap:.2f}: along the direction known hacks hardly differ from other "
-                    "answers, so hacks may be learnt; give pairs by each flaw that is demonstrated (--vhack-pairs-path)"
-                )
-            extra = {"watch": self.guard.readings} if self.guard.readings else {}
+            for warning in warnings(cfg, earlier, row):
+                logger.warning(f"step {step}: {warning}")
+            extra: dict[str, object] = {}
+            if self.guard.readings:
+                extra["watch"] = self.guard.readings
             if refresh.overlap is not None:
                 extra["refresh"] = asdict(refresh)
-            if self.method.shadows:
-                extra["shadow"] = {name: _rates(batch.groups, name) for name in self.method.shadows}
+            of_shadows: dict[str, object] = {}
+            for name in self.method.shadows:
+                rates = flag_rates([(group, group.shadows[name]) for group in batch.groups])
+                of_shadows[name] = share("recall", rates["recall"]) | share(
+                    "false_flags", rates["false_flags"]
+                )
+            if of_shadows:
+                extra["shadow"] = of_shadows
             self.write(row, rollout_lines(batch, self.policy), extra)
             run.show_step(row.hack_s, row.solve_s)
             if refresh.overlap is not None:
@@ -305,10 +272,9 @@ class Recorder(StepRecorder[StepRow]):
                     f"{refresh.modules} modules, {refresh.axes} axes. SHOULD: near 1; ELSE (< {ROTATED}) it "
                     "rotated away",
                 )
-            self.samples.step(step, batch.groups)
+            self._log_answers(step, students(batch.groups))
             closing = step + 1 == cfg.scale.steps or run.stops or self.guard.ends
-            if row.hack_s.k and not self.hacked_before:
-                self.hacked_before = True
+            if row.hack_s.k and not any(r.hack_s.k for r in earlier):
                 self._save_adapter("first_hack.safetensors")
             if row.hack_deploy is not None and cfg.eval.save_eval_ckpts:
                 self._save_adapter(f"ckpt_step{step + 1:04d}.safetensors")
@@ -317,16 +283,37 @@ class Recorder(StepRecorder[StepRow]):
                 self._save_adapter("train.safetensors", limit)
             self.keep(step, closing)
 
+    def _log_answers(self, step: int, answers: Sequence[tuple[Rollout, Grade]]) -> None:
+        """Log the first prompt, the first hack of each kind, and every 20 steps the end of one answer."""
+        if not answers:
+            return
+        rollout, grade = answers[0]
+        if not self.shown:
+            self.shown.add("a prompt")
+            ids = [*rollout.prompt_ids, *rollout.completion_ids]
+            text = quoted(str(self.policy.tok.decode(ids, skip_special_tokens=False)))
+            logger.debug(f"first prompt with its first completion, special tokens visible:\n{text}")
+        for r, g in answers:
+            if g.mechanism and g.mechanism not in self.shown:
+                self.shown.add(g.mechanism)
+                should = self.problems.flaws[g.mechanism].should
+                logger.debug(
+                    f"first {g.mechanism} hack, step {step}, problem {r.problem.id} {dict(r.problem.notes)}. "
+                    f"SHOULD: {should}; ELSE the grader is wrong:\n{quoted(r.text)}"
+                )
+        if step < 3 or step % 20 == 0:
+            n, ended = len(answers), sum(r.whole for r, _ in answers)
+            tail = printable(rollout.text[-160:]).replace("\n", "⏎")
+            logger.debug(
+                f"step {step}: {ended}/{n} answers ended, {n - ended}/{n} cut; "
+                f"one ends: …{tail} [{grade.status}]"
+            )
+
     def nothing_routed(self) -> str:
         """Why a routing run was in fact plain GRPO; "": it routed, or has nothing to route. Asked after the last step.
         Under a control that is a possible outcome, and a warning."""
-        norm = self.policy.adapter.δS_hack.detach().norm().item()
-        largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
         method = self.cfg.method
-        assert (norm > 0) == (largest > 0), (
-            f"‖δS_hack‖ {norm:.3e}, largest share of a step {largest}"
-        )
-        if largest or not method.routes:
+        if not method.routes or self.policy.adapter.δS_hack.any():
             return ""
         # a KL alone, without rewards that differ, gives nothing to route
         learnt = sum(
@@ -341,27 +328,25 @@ class Recorder(StepRecorder[StepRow]):
             why = why if learnt else "no step had a signal, so nothing was learnt either"
             logger.warning(f"nothing was routed in {n} steps ({why})")
             return ""
-        hacks, origin = whole_run(self.rows, students=True)[0], self.method.provenance
+        hacks, _ = whole_run(self.rows, students=True)
+        origin, of_direction = self.method.provenance, ""
+        if origin:
+            of_direction = (
+                f", direction of {origin.axes} axes in {origin.modules} modules from {origin.pairs}"
+            )
         return (
             f"--intervention {method.intervention} routed nothing in {n} steps, {learnt} of them with a gradient: the "
             f"quarantine is 0, so this was plain GRPO. Student hacks {hacks.k}/{hacks.n}, demonstrations "
-            f"{'mixed in' if self.cfg.mixes else 'none'}"
-            + (
-                f", direction of {origin.axes} axes in {origin.modules} modules from {origin.pairs}"
-                if origin
-                else ""
-            )
-            + "; look at tau, hkgap, fired and routed in steps.jsonl"
+            f"{'mixed in' if self.cfg.mixes else 'none'}{of_direction}; look at tau, hkgap, fired and routed in "
+            "steps.jsonl"
         )
 
     def _require_alike(self, step: int) -> None:
         """Raises Diverged where the ranks' adapters are no longer the same to the last bit."""
+        if ranks.size() == 1:
+            return
         adapter = self.policy.adapter
-        digests = (
-            ranks.gather(lambda: tensor_hash(adapter.δS, adapter.δS_hack))
-            if ranks.size() > 1
-            else []
-        )
+        digests = ranks.gather(lambda: tensor_hash(adapter.δS, adapter.δS_hack))
         if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise Diverged(
                 f"step {step}: the adapter of rank {', '.join(map(str, unlike))} is no longer that of rank 0; "
@@ -394,9 +379,35 @@ SWALLOWED = 0.5  # realised share below which a run is warned, once
 ROTATED = 0.2  # overlap of a direction with the one before it, below which it is another one
 
 
-def _is_swallowed(row: StepRow) -> bool:
-    """Whether rounding has taken more of the step's change than a run is told."""
-    return row.realised is not None and row.realised < SWALLOWED
+def warnings(cfg: Config, earlier: Sequence[StepRow], row: StepRow) -> Iterator[str]:
+    """What a run is warned of after a step; of rounding and of the gate once."""
+
+    def swallowed(r: StepRow) -> bool:
+        return r.realised is not None and r.realised < SWALLOWED
+
+    if row.skipped:
+        yield "loss or gradient not finite, optimiser not stepped"
+    if swallowed(row) and not any(map(swallowed, earlier)):
+        yield (
+            f"{row.realised:.2f} of the adapter's change is in the weights, the rest is lost to their rounding; raise "
+            "--lr, or start again with --dtype fp32"
+        )
+    method, gap = cfg.method, row.hkgap
+    told = any(r.hkgap is not None for r in earlier[SETTLED:])
+    if gap is None or told or len(earlier) < SETTLED:
+        return
+    by_all = method.resolved("gate_vote") == "rollout"
+    if by_all and row.voting is not None and row.voting <= 0.5:
+        yield (
+            f"{row.voting:.0%} of the modules have a threshold: too few for a majority of all, so of the policy's own "
+            "answers only those that the weak detector knows are flagged; under --gate-vote abstain the others do "
+            "not vote"
+        )
+    elif gap < APART and method.quarantine_block is not None and method.control_name == "none":
+        yield (
+            f"hkgap {gap:.2f}: along the direction known hacks hardly differ from other answers, so hacks may be "
+            "learnt; give pairs by each flaw that is demonstrated (--vhack-pairs-path)"
+        )
 
 
 def rows_as_json(rows: Sequence[StepRow], limit: int) -> str:
@@ -480,12 +491,6 @@ def rollout_lines(batch: Batch, lm: LanguageModel) -> list[dict[str, object]]:
     return lines
 
 
-def _rates(groups: Sequence[Group], name: str) -> dict[str, float | int | None]:
-    """Recall and false flags of a step by a monitor in shadow, for steps.jsonl."""
-    rates = flag_rates([(group, group.shadows[name]) for group in groups])
-    return share("recall", rates["recall"]) | share("false_flags", rates["false_flags"])
-
-
 def rollout_record(rollout: Rollout, grade: Grade, prompt: str) -> dict[str, object]:
     """One graded rollout with every flag. prompt: as the model read it, special tokens included."""
     return {
@@ -518,48 +523,7 @@ def thought_record(thought: Thought) -> dict[str, object]:
 
 def details_record(grade: Grade) -> dict[str, object]:
     """The environment's own of a grade, as files have it."""
-    return {name: _rounded(value) for name, value in grade.details.items()}
-
-
-def _rounded(value: object) -> object:
-    """A number as files have it: to a millionth."""
-    return round(value, 6) if isinstance(value, float) else value
-
-
-class SampleLogger:
-    """Logs each first occurrence once, and every 20 steps the end of one answer."""
-
-    def __init__(self, policy: Policy, flaws: Mapping[str, Flaw]):
-        self.policy, self.flaws = policy, flaws
-        self.seen: set[str] = set()  # kinds of hacks
-        self.first = True
-
-    def step(self, step: int, groups: Sequence[Group]) -> None:
-        answers = students(groups)
-        if not answers:
-            return
-        rollout, grade = answers[0]
-        if self.first:
-            self.first = False
-            text = self.policy.tok.decode(
-                [*rollout.prompt_ids, *rollout.completion_ids], skip_special_tokens=False
-            )
-            logger.debug(
-                f"first prompt with its first completion, special tokens visible:\n{quoted(str(text))}"
-            )
-        for r, g in answers:
-            if g.mechanism and g.mechanism not in self.seen:
-                self.seen.add(g.mechanism)
-                spec = self.flaws[g.mechanism]
-                logger.debug(
-                    f"first {g.mechanism} hack, step {step}, problem {r.problem.id} {dict(r.problem.notes)}. "
-                    f"SHOULD: {spec.should}; ELSE the grader is wrong:\n{quoted(r.text)}"
-                )
-        if step < 3 or step % 20 == 0:
-            n = len(answers)
-            ended = sum(r.whole for r, _ in answers)
-            tail = printable(rollout.text[-160:]).replace("\n", "⏎")
-            logger.debug(
-                f"step {step}: {ended}/{n} answers ended, {n - ended}/{n} cut; "
-                f"one ends: …{tail} [{grade.status}]"
-            )
+    out: dict[str, object] = {}
+    for name, value in grade.details.items():
+        out[name] = round(value, 6) if isinstance(value, float) else value
+    return out

@@ -11,7 +11,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -43,25 +42,13 @@ STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted"
 ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """How many rows of steps.jsonl were counted, and how many bytes they take."""
-
-    rows: int
-    size: int
-
-
-NOTHING_COUNTED = Counted(0, 0)
-
-
 class RunDir:
     """`out/runs/<timestamp>_<run_id>/`."""
 
     def __init__(self, path: Path, made: Sequence[Path] = ()):
-        """made: the folders above that were made for it, from below."""
+        """made: the folder and those above that were made for it, from below; (): it was there."""
         self.path, self.made = path, made
         self._files: dict[str, TextIO] = {}
-        self._counted = NOTHING_COUNTED
         # for as long as this process lives: two writers would break the run
         self._lock = hold(path)
 
@@ -74,7 +61,7 @@ class RunDir:
         names = _names(run_id)
         while True:
             path = given or root / next(names)
-            made = tuple(folder for folder in path.parents if not folder.exists())
+            made = [folder for folder in (path, *path.parents) if not folder.exists()]
             try:
                 path.mkdir(parents=True)
             except FileExistsError:  # another process has just made it
@@ -83,10 +70,11 @@ class RunDir:
                 return cls(path, made)
 
     def discard(self) -> None:
-        """Remove it, and the folders above that were made for it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove it and the folders above, where they were made for it."""
         for folder in self.made:
-            with contextlib.suppress(OSError):  # not empty
+            if folder == self.path:
+                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # not empty, or gone
                 folder.rmdir()
 
     @classmethod
@@ -113,11 +101,6 @@ class RunDir:
         self._files.clear()
         self._lock.close()
 
-    def steps_on_disk(self) -> int:
-        """How many rows are in steps.jsonl. What was counted before is not read again."""
-        self._counted = counted(self.path, self._counted)
-        return self._counted.rows
-
     def write_json(self, name: str, data: object) -> None:
         write_atomic(self.path / name, to_json(data))
 
@@ -143,25 +126,21 @@ class RunDir:
 
     def append(self, row: dict[str, object], rollouts: Iterable[dict[str, object]]) -> None:
         """Append a step: rollouts first, so that a row on disk always has its rollouts."""
-        self._append("rollouts.jsonl", rollouts)
-        self._append("steps.jsonl", [row])
+        for name, records in (("rollouts.jsonl", rollouts), ("steps.jsonl", [row])):
+            # opened at the first write: a resume cuts the files back before that
+            if name not in self._files:
+                self._files[name] = open(  # noqa: SIM115
+                    self.path / name, "a", encoding="utf-8", errors="backslashreplace"
+                )
+            lines = [json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records]
+            self._files[name].write("".join(lines))
+            self._files[name].flush()
 
     def begin_again(self) -> None:
         """Empty the growing files, of a run that has no checkpoint: its steps are done again from the first."""
         for name in GROWING:
             if (self.path / name).exists():
                 os.truncate(self.path / name, 0)
-
-    def _append(self, name: str, records: Iterable[dict[str, object]]) -> None:
-        # opened at the first write: a resume cuts the files back before that
-        if name not in self._files:
-            self._files[name] = open(  # noqa: SIM115
-                self.path / name, "a", encoding="utf-8", errors="backslashreplace"
-            )
-        self._files[name].write(
-            "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
-        )
-        self._files[name].flush()
 
 
 def last_resumable(root: Path) -> Path:
@@ -182,21 +161,13 @@ def last_resumable(root: Path) -> Path:
     )
 
 
-def counted(run: Path, before: Counted = NOTHING_COUNTED) -> Counted:
-    """How many rows are in a run's steps.jsonl. What was counted before is not read again."""
+def steps_on_disk(run: Path) -> int:
+    """How many rows are in a run's steps.jsonl."""
     try:
         with open(run / "steps.jsonl", "rb", opener=regular) as lines:
-            if os.fstat(lines.fileno()).st_size < before.size:  # it was cut back
-                before = NOTHING_COUNTED
-            lines.seek(before.size)
-            rows, size = before.rows, before.size
-            for line in lines:
-                if line.endswith(b"\n"):  # the last one may be torn
-                    rows += 1
-                    size += len(line)
+            return sum(line.endswith(b"\n") for line in lines)  # the last one may be torn
     except FileNotFoundError:
-        return NOTHING_COUNTED
-    return Counted(rows, size)
+        return 0
 
 
 def _names(run_id: str) -> Iterator[str]:
@@ -240,7 +211,7 @@ def run_to_resume(
     path = last_resumable(root) if name == "latest" else Path(name)
     record = read_json(path / "run.json")
     try:
-        done = counted(path).rows
+        done = steps_on_disk(path)
     except OSError as e:
         raise Refused(f"{path / 'steps.jsonl'}: cannot be read ({e.strerror})") from None
     if (path / "status.json").exists() or has_checkpoint(path) or done:

@@ -26,29 +26,8 @@ from vgrout.ground.io import not_installed, one_line, to_json
 from vgrout.ground.table import SECONDS, StepRow
 
 PROJECT = "vgrout"
-# Columns that are not logged: counts, parts of others, and what stands in the row twice.
-UNTRACKED = {
-    "step",
-    "n",
-    "ref_eq",
-    "ratio_min",
-    "all_zero",
-    "all_one",
-    "masked_positive",
-    "masked_negative",
-    "cos_pre_s",
-    "cos_pre_t",
-    "cos_post_s",
-    "cos_post_t",
-    "watch/guard/n",
-    "watch/guard/proxy",
-    "watch/guard/held_out",
-    "watch/guard/kl",
-    "refresh/age",
-    "refresh/modules",
-    "refresh/axes",
-}
-UNTRACKED |= {f.name for f in fields(StepRow) if f.metadata["when"] == "file"}
+# columns that are not logged: those that the table does not show either
+UNTRACKED = {"step", *(f.name for f in fields(StepRow) if f.metadata["when"] == "file")}
 ROLLOUTS_EVERY = 10  # steps between samples of rollouts
 ROLLOUTS = 8  # the size of a sample
 ROLLOUT_COLUMNS = ("problem_id", "env_mode", "prompt", "text", "reward", "hacked", "solved")
@@ -80,8 +59,7 @@ class TensorBoard:
         for row in rows:
             texts = [str(value) for value in row.values()]
             cells.append([text.replace("|", "\\|").replace("\n", "<br>") for text in texts])
-        table = tabulate(cells, headers=list(rows[0]), tablefmt="github")
-        self.writer.add_text(name, table, step)
+        self.writer.add_text(name, tabulate(cells, list(rows[0]), "github"), step)
 
     def image(self, name: str, png: Path, step: int) -> None:
         from matplotlib.image import imread
@@ -106,9 +84,7 @@ class Wandb:
         project = os.environ.get(f"{self.MODULE.upper()}_PROJECT", PROJECT)
         with quiet():
             self.run = self.module.init(
-                project=project,
-                config=dict(config),
-                **self.options(run, tracker_id),
+                project=project, config=dict(config), **self.options(run, tracker_id)
             )
 
     def options(self, run: Path, tracker_id: str) -> dict[str, object]:
@@ -132,8 +108,7 @@ class Wandb:
         self.run.log({name: table}, step=step)
 
     def image(self, name: str, png: Path, step: int) -> None:
-        image = self.module.Image(str(png))
-        self.run.log({name: image}, step=step)
+        self.run.log({name: self.module.Image(str(png))}, step=step)
 
     def close(self, code: int) -> None:
         self.run.finish(exit_code=code)
@@ -189,12 +164,8 @@ class Trackers:
     ) -> None:
         """Start the clients.
 
-        Args:
-            run: the run's folder.
-            config: its settings.
-            first: the next step.
-            logged: how many steps were on disk before a resume went back to `first`.
-            tracker_id: identifies the run; "": its folder's name does, as in older runs.
+        first: the next step. logged: how many steps were on disk before a resume went back to it. tracker_id: the
+        run's own; "": its folder's name is, as in older runs.
         """
         self.logged = logged
         for name in self.names:
@@ -220,9 +191,9 @@ class Trackers:
                     client.table("rollouts", shown, step)
 
     def final(
-        self, numbers_at_end: Row, table: Sequence[Row], figure: Path | None, step: int
+        self, numbers_at_end: Row, summary: Row | None, figure: Path | None, step: int
     ) -> None:
-        """Log the final evaluation as `final/…`, with its table and figure if there are any.
+        """Log the final evaluation as `final/…`, with a table of one row and a figure if there are any.
 
         step: the last one.
         """
@@ -234,8 +205,8 @@ class Trackers:
             with self._or_without(name):
                 if values:
                     client.scalars(values, step)
-                if table:
-                    client.table("final", table, step)
+                if summary:
+                    client.table("final", [summary], step)
                 if figure:
                     client.image("dynamics", figure, step)
 

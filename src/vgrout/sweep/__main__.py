@@ -7,7 +7,7 @@ and the same command continues.
 
 from vgrout.config.cli import cli_exit, parse_command
 from vgrout.ground import console
-from vgrout.runs.stopping import leave
+from vgrout.runs.context import leave
 from vgrout.sweep.runner import SweepSettings, run_study
 
 

@@ -38,10 +38,9 @@ from vgrout.ground.io import (
 )
 from vgrout.ground.machine import cores, visible
 from vgrout.ground.metrics import percent
-from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, REFUSED
+from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, REFUSED, Stop, stop_on_signals
 from vgrout.runs.inputs import file_hashes
 from vgrout.runs.plan import preflight
-from vgrout.runs.stopping import Stop, stop_on_signals
 from vgrout.sweep.entry import FINAL, Entry, Ledger
 from vgrout.sweep.study_file import StudyFile, load_study_file
 from vgrout.sweep.workers import POLL_S, Local, Process, Pueue, Ray, RayJob
