@@ -24,7 +24,7 @@ from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.ground import embedded
 from vgrout.ground.io import Refused
 from vgrout.loop import losses
-from vgrout.model.load import shapes
+from vgrout.model.load import source
 from vgrout.runs.plan import first_lines, method_lines, preflight
 
 FLAGS = Path(__file__).with_name("flags.txt")
@@ -356,19 +356,19 @@ def test_auto_is_bf16_where_it_is_faster(tmp_path: Path, monkeypatch: pytest.Mon
 
     def auto(model: str | Path, flags: str, *, gpu: bool = False) -> str:
         (tmp_path / "cpuinfo").write_text(f"model name\t: a\nflags\t\t: fpu {flags} sse2\n")
-        return shapes.resolved_dtype("auto", model, gpu=gpu)
+        return source.resolved_dtype("auto", model, gpu=gpu)
 
-    monkeypatch.setattr(shapes, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(source, "CPUINFO", tmp_path / "cpuinfo")
     assert auto(embedded.MODEL_DIR, "amx_bf16") == "fp32"
     assert auto(embedded.MODEL_DIR, "", gpu=True) == "bf16"
     assert [
         auto("Qwen/Qwen3-4B", f)
         for f in ("avx512_bf16", "amx_bf16 amx_int8", "avx512f", "xavx512_bf16")
     ] == [*("bf16", "bf16", "fp32", "fp32")]
-    assert shapes.resolved_dtype("bf16", embedded.MODEL_DIR, gpu=False) == "bf16"
-    assert shapes.resolved_dtype("fp32", "Qwen/Qwen3-4B", gpu=True) == "fp32"
+    assert source.resolved_dtype("bf16", embedded.MODEL_DIR, gpu=False) == "bf16"
+    assert source.resolved_dtype("fp32", "Qwen/Qwen3-4B", gpu=True) == "fp32"
     (tmp_path / "cpuinfo").unlink()
-    assert shapes.resolved_dtype("auto", "Qwen/Qwen3-4B", gpu=False) == "fp32"
+    assert source.resolved_dtype("auto", "Qwen/Qwen3-4B", gpu=False) == "fp32"
 
 
 def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> None:

@@ -53,9 +53,9 @@ WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
     "direction": ("vgrout.direction.__main__._pairs_of", ["--model", "organism"]),
     "teacher": ("vgrout.teacher.__main__.require_new", ["--model", "organism", "--out", "new"]),
     "substrate": ("vgrout.teacher.substrate.require_new", ["--model", "organism", "--out", "new"]),
-    "distill": ("vgrout.commands.distill.prepare", ["--teacher", "organism"]),
+    "distill": ("vgrout.commands.distill.prepare_distillation", ["--teacher", "organism"]),
     "iterative_dpo": (
-        "vgrout.commands.iterative_dpo.prepare",
+        "vgrout.commands.iterative_dpo.prepare_rounds",
         ["--base-model", "organism", "--output-dir", "new"],
     ),
     "problems": ("vgrout.commands.check.code_tools", ["check", "problems.jsonl"]),
