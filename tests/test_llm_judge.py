@@ -310,7 +310,7 @@ def test_no_such_model_is_refused_before_anything_starts(tmp_path, monkeypatch, 
     (tmp_path / "empty").mkdir()
     nobody = ["--llm-judge-url=http://127.0.0.1:9/v1", "--llm-judge-model=m"]
     for argv, says in (
-        (["--llm-judge-model=no/such"], "no such model"),
+        (["--llm-judge-model=no/such"], "not on this machine"),
         (["--llm-judge-model=empty"], "--llm-judge-model empty: "),
         ([*nobody, "--llm-judge-timeout=1"], "a first question was not answered"),
         ([*nobody, "--llm-judge-prompt=no.txt"], "--llm-judge-prompt no.txt: cannot be read"),
