@@ -271,7 +271,7 @@ def test_a_step_on_a_hack_rewarding_batch_makes_the_hack_likelier_and_what_erase
         of_margin = partial(rise, policy, partial(margin, policy, prompts))
         g = hack_rewarding(policy, prompts)
         parts = policy.adapter.by_module(g)
-        kept = torch.cat([split(part, V[m], "one_sided").keep for m, part in parts.items()])
+        kept = torch.cat([split(part, V[m], "one_sided")[0] for m, part in parts.items()])
         vanilla, erased = (of_margin(of, g.norm().item()) for of in (g, kept))
         assert vanilla > 1e-3
         shares.append(erased / vanilla)

@@ -24,7 +24,7 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.ground import embedded
 from vgrout.guard.detectors import DetectorReading, Level
 from vgrout.guard.kill_switch import HeldOutGuard
-from vgrout.model.load import shapes
+from vgrout.model.load import source
 from vgrout.model.load.load import load_policy
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import recorder
@@ -404,9 +404,9 @@ def test_a_resumed_run_goes_on_in_its_own_dtype(
     """On a machine where auto means the other one; to the last bit."""
     argv = [*SMALL, *NONE, *given]
     whole, path = shared_run(*argv), shared_run.copy(shared_run(*argv, stop_after=0), tmp_path)
-    monkeypatch.setattr(shapes, "MINIATURE_BELOW", 0)
-    monkeypatch.setattr(shapes, "cpu_multiplies_bf16", lambda: own == "fp32")
-    assert shapes.resolved_dtype("auto", embedded.MODEL_DIR, gpu=False) != own
+    monkeypatch.setattr(source, "MINIATURE_BELOW", 0)
+    monkeypatch.setattr(source, "cpu_multiplies_bf16", lambda: own == "fp32")
+    assert source.resolved_dtype("auto", embedded.MODEL_DIR, gpu=False) != own
     monkeypatch.chdir(path.parents[2])
     assert run(path.parents[2], *SMALL[:2], f"--resume={path}") == path
     record = json.loads((path / "run.json").read_text())

@@ -60,36 +60,37 @@ class Failures:
     closed = False  # no call that failed is made again
 
     def __init__(self) -> None:
-        # Not above: the sandbox's processes import this file, and have the standard library only.
-        from loguru import logger
-
-        from vgrout.ground.io import place_of
-
-        self._log, self._place_of = logger, place_of
         self._count: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def failed(self, e: RewardFailed) -> None:
         """A call has failed, whether it is made again or not."""
+        # not above: the sandbox's own tests have the standard library only
+        from loguru import logger
+
+        from vgrout.ground.io import place_of
+
         name = f"{e.scorer.flag} {e.scorer.name}"
         with self._lock:
             self._count[name] += 1
             times = self._count[name]
         if times == 1:
-            place = self._place_of(e.__cause__) or e.scorer.where
-            self._log.warning(f"{printable(e.line)} ({place}); further failures are counted")
-            self._log.opt(exception=e.__cause__).debug(f"{name}: its first failure")
+            place = place_of(e.__cause__) or e.scorer.where
+            logger.warning(f"{printable(e.line)} ({place}); further failures are counted")
+            logger.opt(exception=e.__cause__).debug(f"{name}: its first failure")
         elif re.fullmatch("10+", str(times)):
-            self._log.warning(
-                f"{name} has failed {times:,} times so far, now it {printable(str(e))}"
-            )
+            logger.warning(f"{name} has failed {times:,} times so far, now it {printable(str(e))}")
 
     def ended(self) -> None:
         """No function is called any more."""
         with self._lock:
             count, self._count = self._count, Counter()
+        if not count:
+            return
+        from loguru import logger
+
         for name, times in count.items():
-            self._log.warning(f"{name} failed {times:,} time{'s' * (times != 1)} in all")
+            logger.warning(f"{name} failed {times:,} time{'s' * (times != 1)} in all")
 
 
 class Scorer(Generic[T]):
