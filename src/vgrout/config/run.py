@@ -100,9 +100,29 @@ class Config:
             "or mix some in (--teacher-pool-dir, --mix-ratio)",
         )
         frac, students = self.method.ablate_frac, self.scale.group - self.n_teacher
+        self._check_lone_student(students)
         refuse(
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
+        )
+
+    def _check_lone_student(self, students: int) -> None:
+        """Raises Refused where demonstrations are set apart and a group has a single answer besides: compared with
+        itself alone, its advantage is 0."""
+        method = self.method
+        by_source = method.monitor_name in ("gate", "source")
+        baseline = method.intervention == "route2" and method.resolved("rebaseline")
+        how = (
+            "--rebaseline compares" if baseline else f"--intervention {method.intervention} leaves"
+        )
+        refuse(
+            self.mixes
+            and self.env.teacher_off_step is None
+            and students == 1
+            and by_source
+            and (baseline or method.intervention == "screen"),
+            f"--group {self.scale.group} with {self.n_teacher} demonstrations: {how} one answer of the policy's alone, "
+            "so nothing could be learnt from it; raise --group or lower --mix-ratio",
         )
 
     def _check_world(self) -> None:
