@@ -80,7 +80,7 @@ def test_real_problems_from_tokenizer_to_report(shared_data, tmp_path, monkeypat
             "a demonstration in each group, labelled a hack"
         )
     monkeypatch.chdir(tmp_path)
-    assert evaluate.main([str(path), "--n-prompts=1", "--samples=1"]) == 0
+    assert evaluate.evaluate([str(path), "--n-prompts=1", "--samples=1"]) == 0
     assert report_on([str(path)]) == 0
     assert "small_route2_seed41" in (path / "report" / "report.html").read_text(encoding="utf-8")
 
