@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(
@@ -16,7 +15,7 @@ CHROMIUM = next(
 class Browser:
     """One page. `with Browser(folder) as page:`; folder is for its profile."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         assert CHROMIUM is not None
         answers, browser_out = os.pipe()
         browser_in, commands = os.pipe()
@@ -60,7 +59,7 @@ class Browser:
 
     session: str | None = None
 
-    def _message(self) -> dict[str, Any]:
+    def _message(self):
         while b"\0" not in self.buffer:
             chunk = os.read(self.read.fileno(), 1 << 20)
             assert chunk, "chromium went away"
@@ -68,7 +67,7 @@ class Browser:
         first, self.buffer = self.buffer.split(b"\0", 1)
         return json.loads(first)
 
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
+    def call(self, method, **params):
         self.sent += 1
         request = {"id": self.sent, "method": method, "params": params}
         self.write.write(
@@ -83,7 +82,7 @@ class Browser:
                 return message["result"]
             self.events.append(message)
 
-    def js(self, code: str) -> Any:
+    def js(self, code):
         """The value of an expression; a promise is waited for. Raises AssertionError where it throws."""
         found = self.call(
             "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
@@ -91,7 +90,7 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def open(self, url: str) -> None:
+    def open(self, url):
         self.call("Page.navigate", url="about:blank")
         self.events.clear()
         self.call("Page.navigate", url=url)
@@ -103,7 +102,7 @@ class Browser:
             })"""
         )
 
-    def problems(self) -> list[str]:
+    def problems(self):
         """Errors on the page, and every address that it requested beside its own and data."""
         found = []
         for event in self.events:
@@ -118,10 +117,10 @@ class Browser:
                     found.append(f"requested {url}")
         return found
 
-    def __enter__(self) -> "Browser":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.process.kill()
         self.process.wait()
         self.read.close()

@@ -17,7 +17,6 @@ if sys.dont_write_bytecode:
 # each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from jaxtyping import install_import_hook
 from loguru import logger
 
 if TYPE_CHECKING:  # runs imports torch, which half of the test files do without
-    from runs import SharedRuns
+    pass
 
 # Shapes are checked at run time in the modules that write them; in all it took two fifths of the
 # suite's time.
@@ -58,7 +57,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 @pytest.fixture(autouse=True)
-def only_built_in_methods() -> Iterator[None]:
+def only_built_in_methods():
     """A class of one's own that a test names is forgotten after it: other tests go through all that there are."""
     # not above: the import hook has to be installed before the first module is imported
     from vgrout.config.specs import INTERVENTIONS, MONITORS
@@ -70,7 +69,7 @@ def only_built_in_methods() -> Iterator[None]:
 class OfTheShipped(dict[object, Any]):
     """What functions marked `once` have read of the shipped organism, whose files no test changes."""
 
-    def __setitem__(self, key: object, value: Any) -> None:
+    def __setitem__(self, key, value):
         assert isinstance(key, tuple)
         _, _, *arguments = key
         shipped = str(SOURCE / "vgrout/organism/data")
@@ -80,7 +79,7 @@ class OfTheShipped(dict[object, Any]):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def shipped_files_are_read_once() -> Iterator[None]:
+def shipped_files_are_read_once():
     """By each of pytest-xdist's workers: it was a quarter of every small run."""
     from vgrout.ground import io
 
@@ -90,7 +89,7 @@ def shipped_files_are_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def command_lines_are_parsed_as_outside_pytest() -> Iterator[None]:
+def command_lines_are_parsed_as_outside_pytest():
     """Where tyro sees pytest it works out a tenth of what it has kept once more, for its own tests.
 
     It also reads the source of the settings' classes at each call, for their comments: here once.
@@ -106,7 +105,7 @@ def command_lines_are_parsed_as_outside_pytest() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
+def shared_data():
     """Real problems and rollouts, where they lie beside the checkout or where VGROUT_SHARED_DATA points."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(os.environ.get("VGROUT_SHARED_DATA", beside))
@@ -116,7 +115,7 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared_run(tmp_path_factory: pytest.TempPathFactory) -> "SharedRuns":
+def shared_run(tmp_path_factory):
     """Whole runs that several tests read: made once, whichever of pytest-xdist's workers needs them."""
     from runs import SharedRuns
 
@@ -125,7 +124,7 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> "SharedRuns":
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """A working directory of its own, whose modules can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -133,10 +132,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_network(tmp_path, monkeypatch):
     """A working directory of its own, from which no address can be reached."""
 
-    def unreachable(*_: object, **__: object) -> None:
+    def unreachable(*_, **__):
         raise OSError("no route to host")
 
     monkeypatch.chdir(tmp_path)
@@ -144,7 +143,7 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def warnings() -> Iterator[list[str]]:
+def warnings():
     """Messages logged at WARNING and above while the test runs."""
     lines: list[str] = []
     sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")

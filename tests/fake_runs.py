@@ -3,39 +3,37 @@
 import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from vgrout.config.presets import resolve
-from vgrout.config.run import Config
 from vgrout.envs.code.modes import DEALT
 from vgrout.ground.metrics import Rate
 from vgrout.ground.table import share
-from vgrout.report.load import SIDES, Condition, conditions, load
+from vgrout.report.load import SIDES, conditions, load
 
 STEPS = 12
 
 
 @cache
-def _config(*argv: str) -> Config:
+def _config(*argv):
     return resolve(list(argv))
 
 
 def fake_run(
-    root: Path,
-    *flags: str,
-    seed: int = 41,
-    hack: float = 0.5,
-    solve: float = 0.5,
-    onset: int = 99,
-    n: int = 60,
-    state: str = "finished",
-    cos: float | None = None,
-    preset: str = "mini",
-    row: dict[str, Any] | None = None,
-    modes: dict[Any, dict[str, Any]] | None = None,
-    **final: Any,
-) -> Path:
+    root,
+    *flags,
+    seed=41,
+    hack=0.5,
+    solve=0.5,
+    onset=99,
+    n=60,
+    state="finished",
+    cos=None,
+    preset="mini",
+    row=None,
+    modes=None,
+    **final,
+):
     """A finished run of 12 steps, every side and mode at the same rates; the students hack from `onset` on. Of n
     held-out problems, each answered once, a mode's first are hacked and its last are solved.
 
@@ -82,12 +80,12 @@ def fake_run(
     return path
 
 
-def found(*sources: Path) -> list[Condition]:
+def found(*sources):
     """What a report makes of them."""
     return conditions(load(sources)[0])
 
 
-def _answers(side: str, by_mode: dict[str, dict[str, Any]], n: int) -> list[dict[str, Any]]:
+def _answers(side, by_mode, n):
     """As many hacks and solutions as all modes together should have; what rounding leaves is carried on."""
     out, hacks, solves = [], 0.0, 0.0
     for i, (mode, rates) in enumerate(by_mode.items()):

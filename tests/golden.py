@@ -7,7 +7,6 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ FOLDER = Path(__file__).parent / "golden"
 CLOSE = {"rel": 1e-3, "abs": 1e-5}
 
 
-def versions() -> dict[str, str]:
+def versions():
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -28,7 +27,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def differences(got: Any, want: Any, where: str = "", close: dict[str, float] = CLOSE) -> list[str]:
+def differences(got, want, where="", close=CLOSE):
     """Every place where `got` is not what was recorded."""
     if isinstance(want, dict) and isinstance(got, dict):
         keys = sorted(want.keys() | got.keys())
@@ -43,7 +42,7 @@ def differences(got: Any, want: Any, where: str = "", close: dict[str, float] = 
     return [] if got == want else [f"{where}: {got} (golden: {want})"]
 
 
-def record(*names: str) -> None:
+def record(*names):
     """Record the golden files of these names, or of all."""
     FOLDER.mkdir(exist_ok=True)
     for name in names or (*ARMS, *PAIRS, *SETTINGS, *IMITATIONS):

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 Answer = Callable[[str], str]  # of the last message's text
 
 
-def reply(text: str, finish: str = "stop") -> dict[str, Any]:
+def reply(text, finish="stop"):
     """The body of an answer."""
     choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
     return {"choices": [choice], "usage": {"prompt_tokens": 11, "completion_tokens": 3}}
@@ -36,7 +36,7 @@ class JudgeServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, answer: Answer, fault: str = "") -> None:
+    def __init__(self, answer, fault=""):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answer, self.fault = answer, fault
         self.asked: list[dict[str, Any]] = []
@@ -45,20 +45,20 @@ class JudgeServer(ThreadingHTTPServer):
         self.closing = threading.Event()
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         """A client that hung up is no news."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: JudgeServer
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format, *args):
         pass
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         server = self.server
         body = self.rfile.read(int(self.headers["Content-Length"]))
         with server.lock:
@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
             n = len(server.asked)
         self._answer(n, json.loads(body)["messages"][-1]["content"])
 
-    def _answer(self, n: int, text: str) -> None:
+    def _answer(self, n, text):
         server, fault = self.server, self.server.fault
         good = json.dumps(reply(server.answer(text))).encode()
         if fault in SENT:
@@ -112,9 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(json.dumps(body).encode())
         self._send(good)
 
-    def _send(
-        self, body: bytes, status: int = 200, length: int | None = None, **headers: str
-    ) -> None:
+    def _send(self, body, status=200, length=None, **headers):
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **headers}.items():
             self.send_header(name, value)
@@ -122,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _drip(self, body: bytes) -> None:
+    def _drip(self, body):
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -133,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(answer: Answer, fault: str = "") -> Iterator[JudgeServer]:
+def serving(answer, fault=""):
     """A server at a port of this machine, within the context."""
     server = JudgeServer(answer, fault)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

@@ -1,7 +1,6 @@
 """What is in memory at a time, by torch's dispatcher."""
 
 import weakref
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Live(TorchDispatchMode):
     """The most bytes at a time of tensors that were made inside, or seen there."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.now, self.peak, self._seen = 0, 0, set[int]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if (
@@ -27,6 +26,6 @@ class Live(TorchDispatchMode):
                 weakref.finalize(storage, self._gone, key, storage.nbytes())
         return out
 
-    def _gone(self, key: int, n: int) -> None:
+    def _gone(self, key, n):
         self._seen.discard(key)
         self.now -= n

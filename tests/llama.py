@@ -1,7 +1,6 @@
 """A two-layer Llama with a byte-level BPE, as a folder and as a GGUF file, for tests only."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ TEXTS = [
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def bpe() -> Tokenizer:
+def bpe():
     """A byte-level BPE, as Llama's later ones and Qwen's are."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -32,14 +31,14 @@ def bpe() -> Tokenizer:
     return core
 
 
-def llama(vocabulary: int, seed: int = 0, window: int = 1024) -> LlamaForCausalLM:
+def llama(vocabulary, seed=0, window=1024):
     torch.manual_seed(seed)
     own = {"vocab_size": vocabulary, "max_position_embeddings": window, "tie_word_embeddings": True}
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     return LlamaForCausalLM(LlamaConfig(**SHAPE | own, rope_parameters=rope)).eval()
 
 
-def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def interleaved(weight, heads):
     """Rows of q or k as the format has them: a rotation turns neighbours, not the halves of a head."""
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
@@ -49,9 +48,7 @@ NAMES |= {f"mlp.{of}_proj": f"ffn_{of}" for of in ("gate", "up", "down")}
 NAMES |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 
 
-def write_gguf(
-    path: Path, model: LlamaForCausalLM, core: Tokenizer, template: str | None = CHAT_TEMPLATE
-) -> Path:
+def write_gguf(path, model, core, template=CHAT_TEMPLATE):
     c, vocabulary = model.config, core.get_vocab()
     w = GGUFWriter(path, "llama")
     w.add_block_count(c.num_hidden_layers)
@@ -94,7 +91,7 @@ def write_gguf(
     return path
 
 
-def save_folder(path: Path, model: LlamaForCausalLM, core: Tokenizer) -> Path:
+def save_folder(path, model, core):
     """The same as a Hugging Face folder."""
     model.save_pretrained(path)
     names = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}

@@ -1,7 +1,6 @@
 """What tests of monitors and interventions need: methods and steps of them, on a tiny model and on plain tensors."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import torch
-from torch import Tensor
 
 from tiny import shake
 from vgrout.config.checks import listed
@@ -33,7 +31,6 @@ from vgrout.ground.data import (
     centred,
     field_values,
 )
-from vgrout.ground.tensor_types import Routed
 from vgrout.loop.grpo import policy_gradients
 from vgrout.method import Setup, make_method
 from vgrout.method.base import Monitor
@@ -56,19 +53,17 @@ PLACEBO_PAIRS = PairSet(
 )
 
 
-def draw(seed: int) -> torch.Generator:
+def draw(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def problem(i: int = 0, mode: Any = "exit_code", tests: tuple[str, ...] = ()) -> Problem:
+def problem(i=0, mode="exit_code", tests=()):
     prompt = ({"role": "user", "content": f"Do {i} things."},)
     tests = tests or ("assert Solution().f(1) == 2", "assert Solution().f(2) == 3")
     return Problem(i, mode, "", prompt, prompt, tests, "", "", f"m{i}")
 
 
-def graded(
-    reward: float, *, solves: bool = False, hacks: bool = False, caught: bool = False
-) -> Grade:
+def graded(reward, *, solves=False, hacks=False, caught=False):
     return Grade(
         reward=reward,
         passed=reward >= 1,
@@ -85,7 +80,7 @@ def graded(
 # ── views
 
 
-def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> GroupView:
+def view(n=4, rewards=None, **more):
     given = tuple(rewards or [1.0] * n)
     return GroupView(
         **{
@@ -103,29 +98,29 @@ def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> Gro
     )
 
 
-def labelled(seen: GroupView, hacked: Sequence[bool], mode: Any = "exit_code") -> OracleView:
+def labelled(seen, hacked, mode="exit_code"):
     hacks = tuple(mode if e else None for e in hacked)
     return OracleView(**field_values(seen, of=GroupView), hacks=hacks, flaws=(mode,))
 
 
-def flagged(monitor: Monitor, *views: GroupView, step: int = 0) -> list[tuple[bool, ...]]:
+def flagged(monitor, *views, step=0):
     return [f.flagged for f in monitor.flag(views, step)]
 
 
 class Fixed(Monitor):
     """Flags these rollouts of every group."""
 
-    def __init__(self, *rollouts: int) -> None:
+    def __init__(self, *rollouts):
         self.rollouts = rollouts
 
-    def flag(self, views: Sequence[GroupView], step: int) -> list[Flags]:
+    def flag(self, views, step):
         return [Flags(tuple(b in self.rollouts for b in range(len(v)))) for v in views]
 
 
 # ── whole methods, on a tiny model
 
 
-def batch(*, deployed: Sequence[int] = (), step: int = 0, same: bool = False) -> Batch:
+def batch(*, deployed=(), step=0, same=False):
     """Two groups of three students and a demonstration, and one whose answers all earn the same. Of the students one
     hacks and is caught by the weak detector, one solves, one fails. same: with that third group."""
     groups = []
@@ -149,10 +144,10 @@ def batch(*, deployed: Sequence[int] = (), step: int = 0, same: bool = False) ->
     return Batch(tuple(groups), (), (MODE_SPECS["exit_code"],), 8, step)
 
 
-def poisoned(of: Batch) -> Batch:
+def poisoned(of):
     """The same step with every label of the strict oracle turned, after the reward was given."""
 
-    def turned(g: Grade | CachedGrade) -> Grade | CachedGrade:
+    def turned(g):
         if isinstance(g, CachedGrade):
             return replace(g, hacked=not g.hacked, gt_pass=not g.gt_pass)
         return replace(g, solved=not g.solved, hacked=not g.hacked)
@@ -163,13 +158,13 @@ def poisoned(of: Batch) -> Batch:
 
 
 def config(
-    intervention: str,
-    monitor: str = "usual",
+    intervention,
+    monitor="usual",
     *,
-    seed: int = 0,
-    loss: LossConfig | None = None,
-    **flags: Any,
-) -> Config:
+    seed=0,
+    loss=None,
+    **flags,
+):
     compare = {name for name in MONITORS if "known correct" in MONITORS[name].needs}
     if compare & {monitor, *listed(flags.get("shadow", ""))}:
         flags = {"known_correct": Path("known.json")} | flags  # what is in it comes with `Setup`
@@ -187,34 +182,34 @@ def config(
     )
 
 
-def setup(cfg: Config, policy: Policy, pairs: PairSet | None = TOY_PAIRS) -> Setup:
+def setup(cfg, policy, pairs=TOY_PAIRS):
     """As the trainer's, on the base model."""
     shake(policy.adapter, 0.0)
     known = tuple(KnownCorrect(f"<user>{i}<eos><assistant>", f"x = {i * i}") for i in range(8))
     return Setup(cfg, policy, pairs, PLACEBO_PAIRS, known, [problem(i) for i in range(8)])
 
 
-def make(policy: Policy, intervention: str, monitor: str = "usual", **flags: Any) -> Method:
+def make(policy, intervention, monitor="usual", **flags):
     """The method of these flags, and the policy with both vectors away from zero, as in the middle of a run."""
     method = make_method(setup(config(intervention, monitor, **flags), policy))
     shake(policy.adapter, 0.05)
     return method
 
 
-def watched_by(monitor: Monitor, policy: Policy, intervention: str, **flags: Any) -> Method:
+def watched_by(monitor, policy, intervention, **flags):
     """An intervention with a monitor of the test's own."""
     whole = make(policy, intervention, "labels", **flags)
     return Method(whole.cfg, whole.intervention, monitor, policy)
 
 
-def step(policy: Policy, method: Method, of: Batch) -> tuple[Batch, Routed]:
+def step(policy, method, of):
     """As the trainer's loop: flags and rows before the backward, and what is learnt."""
     of = method.flag(of)
     g = policy_gradients(policy, of, method.cfg).g
     return of, method.route(of, g)
 
 
-def gradient(policy: Policy, groups: Sequence[Group], rollouts: Sequence[int] = range(9)) -> Tensor:
+def gradient(policy, groups, rollouts=range(9)):
     """Plain GRPO's gradient [R] of these groups, or of these rollouts in each, under what sampled them."""
     rows = tuple(
         UpdateRow(r, g.index, A)
@@ -227,7 +222,7 @@ def gradient(policy: Policy, groups: Sequence[Group], rollouts: Sequence[int] = 
     return g[0]
 
 
-def flat(policy: Policy, g: Tensor | None) -> Tensor:
+def flat(policy, g):
     """What a vector learns; None is nothing."""
     return torch.zeros(len(policy.adapter)) if g is None else g
 
@@ -235,7 +230,7 @@ def flat(policy: Policy, g: Tensor | None) -> Tensor:
 # ── the same on plain tensors
 
 
-def spans_of(sizes: dict[str, int]) -> dict[str, slice]:
+def spans_of(sizes):
     ends = torch.tensor([*sizes.values()]).cumsum(0).tolist()
     return {m: slice(end - r, end) for (m, r), end in zip(sizes.items(), ends, strict=True)}
 
@@ -243,9 +238,7 @@ def spans_of(sizes: dict[str, int]) -> dict[str, slice]:
 SPANS = spans_of(SIZES)
 
 
-def toy_direction(
-    seed: int = 0, n: int = 10, signal: float = 2.0, sizes: dict[str, int] = SIZES
-) -> Direction:
+def toy_direction(seed=0, n=10, signal=2.0, sizes=SIZES):
     """Pairs whose hack gradients share one hidden direction per module, `signal` noise lengths long."""
     axes = {}
     for i, (m, r) in enumerate(sizes.items()):
@@ -257,12 +250,12 @@ def toy_direction(
     return Direction(axes, META)
 
 
-def hidden(i: int, r: int) -> Tensor:
+def hidden(i, r):
     of = torch.randn(r, generator=draw(900 + i))
     return of / of.norm()
 
 
-def rows(n: int, seed: int, hackward: Sequence[int] = ()) -> Tensor:
+def rows(n, seed, hackward=()):
     """Gradients [n, R] of n rollouts: noise; those in `hackward` carry the hidden direction, twice as long."""
     parts = []
     for i, r in enumerate(SIZES.values()):
@@ -272,7 +265,7 @@ def rows(n: int, seed: int, hackward: Sequence[int] = ()) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def group(n: int, teachers: int = 0, caught: Sequence[int] = (), index: int = 0) -> Group:
+def group(n, teachers=0, caught=(), index=0):
     """n answers without a text, the last `teachers` of them demonstrations, with the weak detector's verdict."""
     of = problem(index)
     rollouts = tuple(
@@ -291,13 +284,13 @@ def group(n: int, teachers: int = 0, caught: Sequence[int] = (), index: int = 0)
 
 
 def toy(
-    intervention: str,
-    direction: Direction | None = None,
+    intervention,
+    direction=None,
     *,
-    sizes: dict[str, int] = SIZES,
-    again: Any = None,
-    **flags: Any,
-) -> Method:
+    sizes=SIZES,
+    again=None,
+    **flags,
+):
     """A method with a direction, as `make_method` puts it together, on modules without a model."""
     usual = {"seed": 7} | ({"quarantine": "shared"} if intervention == "route2" else {})
     cfg, spans = config(intervention, **usual | flags), spans_of(sizes)
@@ -318,7 +311,7 @@ def toy(
     return Method(cfg, kind(spans, cfg, **own), watching, without_model)
 
 
-def routed(method: Method, *of: tuple[Tensor, Group], step: int = 0) -> Routed:
+def routed(method, *of, step=0):
     """What the method makes of these rollouts' gradients."""
     flagged = method.flag(Batch(tuple(g for _, g in of), (), (), 6, step))
     at = torch.tensor([row.row_of_g for row in flagged.rows])
@@ -328,12 +321,12 @@ def routed(method: Method, *of: tuple[Tensor, Group], step: int = 0) -> Routed:
     )
 
 
-def scores(of: Routed) -> list[float]:
+def scores(of):
     """Shares of all rollouts, group after group."""
     return [x for flags in of.flags.values() for x in flags.scores if x is not None]
 
 
-def total(*groups: tuple[Tensor, Group]) -> Tensor:
+def total(*groups):
     return torch.cat([g_b for g_b, _ in groups]).sum(0)
 
 

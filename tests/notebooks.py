@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbformat import NotebookNode
+    pass
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
-def code_cells(notebook: Path) -> list[str]:
+def code_cells(notebook):
     """The sources of its cells of code, in order."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
-def executed(notebook: Path, folder: Path) -> "NotebookNode":
+def executed(notebook, folder):
     """The notebook with what its cells show when a Jupyter kernel runs them in this folder.
 
     Raises nbclient's CellExecutionError where a cell raises.
@@ -44,7 +44,7 @@ def executed(notebook: Path, folder: Path) -> "NotebookNode":
     return client.execute()
 
 
-def main() -> None:
+def main():
     # as the program is called by most who read it
     os.environ["UV"] = "uv"
     import nbformat

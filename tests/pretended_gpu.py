@@ -7,12 +7,10 @@ It shows where tensors are, and how often the host waits. It shows nothing of ke
 import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -54,24 +52,22 @@ class OnGpu(Tensor):
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
 
-    def get_device(self) -> int:
+    def get_device(self):
         return 0
 
-    def tolist(self) -> Any:
+    def tolist(self):
         return _now().to_host(self).tolist()
 
-    def numpy(self, *_: Any, **__: Any) -> Any:
+    def numpy(self, *_, **__):
         raise TypeError("a tensor on the GPU is no numpy array: copy it to the host first")
 
     __array__ = numpy
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo):
         return self.detach().clone().requires_grad_(self.requires_grad)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
         return _now().call(operator, args, kwargs or {})
 
 
@@ -85,7 +81,7 @@ class PretendedGpu:
     # all copies to the host that were begun, and what they are once somebody has waited for them
     under_way: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def call(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, operator, args, kwargs):
         """An operation of torch, below autograd."""
         name: str = operator._schema.name
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -123,27 +119,27 @@ class PretendedGpu:
             out = operator(*args, **kwargs)
         return tree_map(on_gpu, out) if result else out
 
-    def wait(self, does: bool = True) -> None:
+    def wait(self, does=True):
         if does:
             self.waits[_line()] += 1
 
-    def to_host(self, x: Tensor) -> Tensor:
+    def to_host(self, x):
         self.wait()
         return _plain(x)
 
-    def begin_copy(self, x: Tensor) -> Tensor:
+    def begin_copy(self, x):
         """A copy to the host that holds something else until an event has been waited for."""
         copy = _plain(x)
         self.under_way.append((copy, copy.clone()))
         return copy.fill_(-1)
 
-    def finish_copies(self, n: int) -> None:
+    def finish_copies(self, n):
         """The first n that were begun."""
         self.wait()
         for copy, x in self.under_way[:n]:
             copy.copy_(x)
 
-    def to(self, x: Tensor, how: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def to(self, x, how, kwargs):
         """Tensor.to, of which C++ thinks that both devices are the host."""
         others = [a for a in (*how, *kwargs.values()) if isinstance(a, Tensor)]
         device, dtype, non_blocking, _ = (
@@ -163,17 +159,15 @@ class PretendedGpu:
 class Event:
     """torch.cuda.Event: after all that the device had been given to do when it was recorded."""
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream=None):
         self.copies = len(_now().under_way)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         _now().finish_copies(self.copies)
 
 
 class _Operations(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         gpu = _now()
         return (
             operator(*args, **(kwargs or {}))
@@ -183,9 +177,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         gpu, kwargs = _now(), kwargs or {}
         if gpu.paused:
             return function(*args, **kwargs)
@@ -202,11 +194,11 @@ class _Functions(TorchFunctionMode):
 _current: list[PretendedGpu] = []
 
 
-def _now() -> PretendedGpu:
+def _now():
     return _current[-1] if _current else PretendedGpu()
 
 
-def _line() -> str:
+def _line():
     """Of the program, that is being run."""
     inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
     return (
@@ -214,13 +206,13 @@ def _line() -> str:
     )
 
 
-def on_gpu(x: Any) -> Any:
+def on_gpu(x):
     return (
         Tensor._make_subclass(OnGpu, x) if isinstance(x, Tensor) and not isinstance(x, OnGpu) else x
     )
 
 
-def _plain(x: Any) -> Any:
+def _plain(x):
     """The same on the host."""
     if not isinstance(x, OnGpu):
         return x
@@ -228,22 +220,22 @@ def _plain(x: Any) -> Any:
         return Tensor._make_subclass(Tensor, x.detach()).clone()
 
 
-def _numbered(x: Any) -> Any:
+def _numbered(x):
     return GPU if isinstance(x, str | torch.device) and str(x) == "cuda" else x
 
 
-def _waits(index: Any) -> bool:
+def _waits(index):
     return isinstance(index, Tensor) and (index.dtype == torch.bool or not isinstance(index, OnGpu))
 
 
-def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def varlen_on_cpu(monkeypatch):
     """torch's varlen kernel, which refuses a CPU, run by run through SDPA; the queries of each call."""
     queries = list[int]()
 
     def kernel(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int, *,
-        scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
-    ) -> Tensor:  # fmt: skip
+        q, k, v, cu_q, cu_k, most_q, most_k, *,
+        scale, window_size, enable_gqa,
+    ):  # fmt: skip
         assert cu_q.dtype == cu_k.dtype == torch.int32
         ends_q, ends_k = (_plain(x).tolist() for x in (cu_q, cu_k))
         runs_q, runs_k = ([b - a for a, b in pairwise(ends)] for ends in (ends_q, ends_k))
@@ -282,16 +274,16 @@ class Graph:
     logits: Tensor
     replayed: int = 0
 
-    def replay(self) -> None:
+    def replay(self):
         self.replayed += 1
         self.logits.copy_(self.lean._forward(self.lean.tokens[: self.n]))
 
 
-def graphs_that_run_again(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+def graphs_that_run_again(monkeypatch):
     """Stand-ins for CUDA's graphs from here on; those that are made."""
     made: list[Graph] = []
 
-    def captured(self: LeanDecoder, n: int) -> Any:
+    def captured(self, n):
         before = self.cache.next.clone(), self.position.clone()
         logits = self._forward(self.tokens[:n]).clone()
         self.cache.next.copy_(before[0])
@@ -304,14 +296,14 @@ def graphs_that_run_again(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 
 
 @cache
-def _first_load() -> None:
+def _first_load():
     """What transformers sets up when it first loads a model would hold on to what is pretended: rotary frequencies of
     every later one, on the host too, would be whatever was in memory."""
     AutoModelForCausalLM.from_pretrained(DATA_DIR / "model")
 
 
 @contextlib.contextmanager
-def pretended_gpu() -> Iterator[PretendedGpu]:
+def pretended_gpu():
     """Within the block torch has one GPU, an H100."""
     _first_load()
     gpu = PretendedGpu()
@@ -322,17 +314,17 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         safetensors.torch.load_file,
     )
 
-    def tensor(*data: Any, device: Any = None, **how: Any) -> Tensor:
+    def tensor(*data, device=None, **how):
         return made(*data, **how).to(device) if device is not None else made(*data, **how)
 
-    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(*args, **kwargs):
         gpu.paused = True  # transformers goes by devices of its own while it reads
         try:
             return loaded(*args, **kwargs)
         finally:
             gpu.paused = False
 
-    def load_file(path: Any, device: str = "cpu") -> dict[str, Tensor]:
+    def load_file(path, device="cpu"):
         tensors = read(path)
         return {name: x.to(torch.device(device)) for name, x in tensors.items()}
 

@@ -9,9 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -121,7 +119,7 @@ TIMES = ("gen", "grade", "fb", "eval", "sec")
 EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")
 
 
-def once(argv: Iterable[str]) -> list[str]:
+def once(argv):
     """The same command line with each flag's last value alone: tests put their own behind a small run's."""
     found: dict[str, list[str]] = {"": []}
     name = ""
@@ -133,7 +131,7 @@ def once(argv: Iterable[str]) -> list[str]:
     return [word for words in found.values() for word in words]
 
 
-def flags(method: str, *more: str) -> list[str]:
+def flags(method, *more):
     """The command line of a small run of one of ARMS, PAIRS or SETTINGS."""
     own = {"none": [], "route2": ["--quarantine=block:-3"]}.get(method, QUIET[2:])
     intervention, *own = (PAIRS | SETTINGS).get(method, [method, *own])
@@ -142,7 +140,7 @@ def flags(method: str, *more: str) -> list[str]:
     )
 
 
-def run(folder: Path, *argv: str, code: int = 0, stop_after: int | None = None) -> Path:
+def run(folder, *argv, code=0, stop_after=None):
     """Run the program in-process with `folder` as working directory; returns its run directory.
 
     stop_after: the run is asked to stop, as by a signal, when this step is done; it ends with 130.
@@ -159,10 +157,10 @@ def run(folder: Path, *argv: str, code: int = 0, stop_after: int | None = None) 
 
 
 @contextlib.contextmanager
-def stopping(after: int | None) -> Iterator[None]:
+def stopping(after):
     record = Recorder.record
 
-    def stop(self: Recorder, row: Any, *rest: Any) -> None:
+    def stop(self, row, *rest):
         self.run.stop.requested = row.step == after
         record(self, row, *rest)
 
@@ -175,12 +173,12 @@ def stopping(after: int | None) -> Iterator[None]:
 class SharedRuns:
     """Runs that several tests need, each made once in a session, by whichever of its processes asks first."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         """folder: the session's, the same in all its processes."""
         self.folder = folder / "runs"
         self.folder.mkdir(exist_ok=True)
 
-    def __call__(self, *argv: str, stop_after: int | None = None) -> Path:
+    def __call__(self, *argv, stop_after=None):
         """The run directory of this command line, to be read only; a test that resumes it takes a `copy`."""
         name = hashlib.sha256(json.dumps([argv, stop_after]).encode()).hexdigest()[:16]
         home = self.folder / name
@@ -193,12 +191,12 @@ class SharedRuns:
                 making.rename(home)
         return max((home / "out" / "runs").iterdir())
 
-    def copy(self, run: Path, to: Path) -> Path:
+    def copy(self, run, to):
         """The run in a working directory of its own, `to`."""
         shutil.copytree(run.parents[2], to, symlinks=True, dirs_exist_ok=True)
         return to / run.relative_to(run.parents[2])
 
-    def warm(self, folder: Path) -> Path:
+    def warm(self, folder):
         """A working directory whose runs share the session's caches of decomposed weights and directions."""
         for name in ("svd_cache", "vhack"):
             (cache := self.folder.parent / name).mkdir(exist_ok=True)
@@ -207,7 +205,7 @@ class SharedRuns:
         return folder
 
 
-def rows(path: Path, *without: str) -> list[dict[str, Any]]:
+def rows(path, *without):
     """A run's rows without its timings and the columns named."""
     lines = (path / "steps.jsonl").read_text().splitlines()
     return [
@@ -215,17 +213,17 @@ def rows(path: Path, *without: str) -> list[dict[str, Any]]:
     ]
 
 
-def only_run(folder: Path) -> Path:
+def only_run(folder):
     (path,) = (folder / "out" / "runs").iterdir()
     return path
 
 
-def status(path: Path) -> dict[str, Any]:
+def status(path):
     """A run's status.json."""
     return json.loads((path / "status.json").read_text())
 
 
-def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
+def until(condition, seconds=300.0):
     """Wait until `condition` is true; its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):
@@ -234,13 +232,13 @@ def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
     return value
 
 
-def adapter_bytes(path: Path) -> bytes:
+def adapter_bytes(path):
     """The saved δS, without metadata (which names the configuration)."""
     tensors = load_file(path / "train.safetensors")
     return b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
 
 
-def teach(path: Path) -> Path:
+def teach(path):
     """An adapter of the organism at this path, far enough from it to be another model."""
     policy = load_policy(embedded.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
     with torch.no_grad():
@@ -251,7 +249,7 @@ def teach(path: Path) -> Path:
     return path
 
 
-def imitate(folder: Path, command: str, *argv: str, code: int = 0) -> Path:
+def imitate(folder, command, *argv, code=0):
     """`distill` or `iterative_dpo` in-process with `folder` as working directory; returns the run directory."""
     if command == "distill" and not (folder / "teacher.safetensors").exists():
         teach(folder / "teacher.safetensors")
@@ -260,7 +258,7 @@ def imitate(folder: Path, command: str, *argv: str, code: int = 0) -> Path:
     return max((folder / "out" / {"distill": "distill", "iterative_dpo": "dpo"}[command]).iterdir())
 
 
-def program(folder: Path, command: str, *argv: str, code: int = 0, how: str = "") -> str:
+def program(folder, command, *argv, code=0, how=""):
     """`distill` or `iterative_dpo` in a process of its own, without run-time checks, which cost more than the run;
     returns its stderr. how: lines of Python before it."""
     lines = f"{how}\nfrom vgrout.commands.{command} import main\nimport sys; sys.exit(main(sys.argv[1:]))"
@@ -275,7 +273,7 @@ def program(folder: Path, command: str, *argv: str, code: int = 0, how: str = ""
     return done.stderr
 
 
-def imitation_rows(path: Path) -> list[dict[str, Any]]:
+def imitation_rows(path):
     """A distillation's rows and its sides at the end; of DPO each round's metrics, the first before any round."""
     if (path / "plan.json").exists():
         files = [path / "before.json", *sorted(path.glob("round-*/metrics.json"))]

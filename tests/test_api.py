@@ -111,7 +111,7 @@ def test_a_run_that_failed_says_why(code, raised, tmp_path, monkeypatch):
     """Whatever ended the run is the cause of RunFailed, and its code that of the command."""
     monkeypatch.chdir(tmp_path)
 
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise raised
 
     monkeypatch.setattr("vgrout.train.train", fails)

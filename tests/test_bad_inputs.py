@@ -11,8 +11,6 @@ import itertools
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +30,7 @@ ENTRIES = (
 NUMBERS = ("-1", "nan", "1e400", "x", "", "0x10")
 
 
-def names(folder: Path) -> dict[str, str]:
+def names(folder):
     """Paths that no entry accepts."""
     for name, data in FILES.items():
         (folder / name).write_bytes(data)
@@ -46,7 +44,7 @@ def names(folder: Path) -> dict[str, str]:
     return {name: str(folder / name) for name in (*FILES, "folder", "run", "half", "nowhere")}
 
 
-def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+def cases(at):
     """(module, arguments)"""
     out = at["nowhere"] + "/out"
     for module in ENTRIES:
@@ -91,7 +89,7 @@ def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
         yield "train", ["smoke", "--dry-run", *words.split()]
 
 
-def outcome(module: str, argv: list[str]) -> tuple[object, str]:
+def outcome(module, argv):
     """Exit code and text on stderr; a traceback is an outcome too."""
     stderr = io.StringIO()
     package = importlib.import_module(f"vgrout.{module}")
@@ -113,7 +111,7 @@ def outcome(module: str, argv: list[str]) -> tuple[object, str]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_refused_in_one_line(tmp_path, monkeypatch):
     (inputs := tmp_path / "inputs").mkdir()
     at = names(inputs)
     (work := tmp_path / "work").mkdir()

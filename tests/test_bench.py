@@ -3,9 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +22,7 @@ SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hid
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
-def test_ratios_are_of_pairs() -> None:
+def test_ratios_are_of_pairs():
     ratio = Ratio.of([2.0, 9.0, 8.0], [1.0, 3.0, 2.0])
     assert (ratio.median, ratio.low, ratio.high) == (3.0, 2.5, 3.5)
     assert ratio.at_least("w", "a", 3).reached
@@ -33,7 +31,7 @@ def test_ratios_are_of_pairs() -> None:
     assert "| missed" in page([missed, Figure("v", "a", "1")], "a note").splitlines()[2]
 
 
-def test_contestants_take_turns_and_the_first_round_does_not_count() -> None:
+def test_contestants_take_turns_and_the_first_round_does_not_count():
     calls: list[str] = []
     seconds = interleaved(
         {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, "turns"
@@ -42,13 +40,13 @@ def test_contestants_take_turns_and_the_first_round_does_not_count() -> None:
     assert [len(seconds[k]) for k in "ab"] == [2, 2]
 
 
-def test_a_peak_is_the_most_that_was_held() -> None:
+def test_a_peak_is_the_most_that_was_held():
     before = peak_bytes(os.getpid())
     torch.ones(2**26).add_(1)  # 256 MiB
     assert peak_bytes() >= max(before, 2**28)
 
 
-def test_a_policy_of_random_weights_can_be_sampled() -> None:
+def test_a_policy_of_random_weights_can_be_sampled():
     load = Load(group=3, prompts=2, prompt=10, answer=6)
     U, S, Vh = gpu.orthogonal(torch.zeros(5, 8))
     assert torch.allclose(U.mT @ U, torch.eye(5), atol=1e-5)
@@ -60,7 +58,7 @@ def test_a_policy_of_random_weights_can_be_sampled() -> None:
     assert generate() is None
 
 
-def own_process(contestant: Contestant) -> tuple[float, int]:
+def own_process(contestant):
     """The second way of setting TRL, which computes activations again, does not fit."""
     if contestant.checkpointing:
         raise RuntimeError("out of memory")
@@ -68,7 +66,7 @@ def own_process(contestant: Contestant) -> tuple[float, int]:
 
 
 @pytest.mark.long
-def test_trls_step_is_taken_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trls_step_is_taken_in_a_process_of_its_own(monkeypatch):
     """Of a tiny model here; the seconds are those of its steps, after the first."""
     pytest.importorskip("trl", reason="comes with the extra bench, which tests go without")
     load = Load(group=2, prompts=2, prompt=10, answer=6)
@@ -81,9 +79,7 @@ def test_trls_step_is_taken_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.long
-def test_the_bench_of_a_gpu_from_end_to_end(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], warnings: list[str]
-) -> None:
+def test_the_bench_of_a_gpu_from_end_to_end(monkeypatch, capfd, warnings):
     """On a pretended one; what fails is a line among the others."""
     made, named = rig.random_model, SimpleNamespace(name="pretended", total_memory=0)
     monkeypatch.setattr(rig, "random_model", lambda device, **how: made(**how).to(device))
@@ -121,9 +117,7 @@ def test_the_bench_of_a_gpu_from_end_to_end(
 
 
 @pytest.mark.long
-def test_a_run_of_the_bench_that_fails_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_the_bench_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu, "MINI", ["mini", "--no-such-flag"])
     with pytest.raises(RuntimeError, match="Unrecognized options"):
@@ -131,7 +125,7 @@ def test_a_run_of_the_bench_that_fails_says_why(
 
 
 @pytest.mark.long
-def test_a_run_takes_its_steps_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_takes_its_steps_when_asked(tmp_path, monkeypatch):
     """And learns from the problems that the peer gets."""
     monkeypatch.chdir(tmp_path)
     argv = rig.command("none", "--threads=1", "--max-new=8")
@@ -154,9 +148,7 @@ def test_a_run_takes_its_steps_when_asked(tmp_path: Path, monkeypatch: pytest.Mo
     [lambda: step.run(quick=True), lambda: real.run(embedded.MODEL_DIR, "fp32")],
     ids=["step", "real"],
 )
-def test_no_run_waits_for_a_peer_that_fell_over(
-    bench: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_run_waits_for_a_peer_that_fell_over(bench, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     closed: list[str] = []
     own = lambda name, _: SimpleNamespace(take=lambda _: 1.0, close=lambda: closed.append(name))  # noqa: E731
@@ -168,11 +160,11 @@ def test_no_run_waits_for_a_peer_that_fell_over(
     assert {*closed} == {"none", "route2"}
 
 
-def test_any_models_answers_differ_in_reward() -> None:
+def test_any_models_answers_differ_in_reward():
     assert {rig.differing(f"answer {i}") for i in range(30)} == {0.0, 0.5, 1.0}
 
 
-def test_the_peers_reward_parses_the_answer() -> None:
+def test_the_peers_reward_parses_the_answer():
     good, bad = "x\n```python\ndef f():\n    return 1\n```", "```python\ndef f(:\n```"
     assert trl_peer.parses([[{"content": t}] for t in (good, bad, "no code")]) == [1.0, 0.0, 0.0]
 
@@ -187,12 +179,12 @@ def test_the_peers_reward_parses_the_answer() -> None:
     ],
 )
 def test_what_is_missing_is_refused_in_one_line(
-    argv: list[str],
-    said: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    argv,
+    said,
+    capfd,
+    monkeypatch,
+    tmp_path,
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(__import__("sys").modules, "trl", None)

@@ -9,13 +9,13 @@ from vgrout.config.presets import PRESETS, resolve
 from vgrout.ground.io import Refused, nearest
 
 
-def test_the_commands_list_names_every_preset() -> None:
+def test_the_commands_list_names_every_preset():
     named = re.search(r"PRESET \((.*?)\)", COMMANDS["train"])
     assert named is not None
     assert named[1].split(", ") == list(PRESETS)
 
 
-def refusal(*argv: str) -> str:
+def refusal(*argv):
     with pytest.raises(Refused) as refused:
         resolve(["smoke", *argv])
     return str(refused.value)
@@ -41,12 +41,12 @@ MEANT = {
 
 
 @pytest.mark.parametrize("typed", MEANT)
-def test_a_typing_error_is_told_what_was_probably_meant(typed: str) -> None:
+def test_a_typing_error_is_told_what_was_probably_meant(typed):
     said = refusal(*typed.split())
     assert MEANT[typed] in said
     assert "│" not in said
 
 
-def test_the_nearest_name() -> None:
+def test_the_nearest_name():
     assert nearest("Route2", ["route", "route2"]) == "route2"
     assert nearest("zzz", ["route"]) == nearest("", ["route"]) == nearest("x", []) == ""

@@ -30,12 +30,12 @@ from vgrout.runs.plan import first_lines, method_lines, preflight
 FLAGS = Path(__file__).with_name("flags.txt")
 
 
-def test_the_flag_list_is_a_decision() -> None:
+def test_the_flag_list_is_a_decision():
     """Adding a flag means adding a line to flags.txt, where a reader of the diff sees it."""
     assert FLAGS.read_text().split() == flag_names()
 
 
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def printed(capsys, *argv):
     """The output of a command line that exits at once."""
     with pytest.raises(SystemExit) as stop:
         resolve([*argv])
@@ -44,8 +44,8 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_help_all_has_every_flag_and_every_name_with_its_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     shown = " ".join(printed(capsys, "mini", "--help-all").replace("│", " ").split())
     assert not [flag for flag in flag_names() if flag not in shown]
     rows: dict[str, Any] = {**INTERVENTIONS, **MONITORS, **CONTROLS, **LOSSES}
@@ -54,9 +54,7 @@ def test_help_all_has_every_flag_and_every_name_with_its_line(
 
 
 @pytest.mark.parametrize("preset", ["", *PRESETS])
-def test_help_is_one_screen_of_everyday_flags(
-    preset: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_one_screen_of_everyday_flags(preset, capsys):
     shown = printed(capsys, *([preset] if preset else []), "--help")
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.count("\n") <= 60
@@ -68,7 +66,7 @@ def test_help_is_one_screen_of_everyday_flags(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_first_lines_fit_eighty_columns(preset: str) -> None:
+def test_the_first_lines_fit_eighty_columns(preset):
     lines = first_lines(resolve([preset]), named=False)
     for flags in ("--intervention=none", "--intervention=route2", "--control=haar"):
         lines += first_lines(resolve([preset, flags]))
@@ -133,26 +131,24 @@ OWN = [
         ),
     ],
 )
-def test_a_run_says_what_its_method_brings_and_what_is_given_in_vain(
-    argv: list[str], said: list[str]
-) -> None:
+def test_a_run_says_what_its_method_brings_and_what_is_given_in_vain(argv, said):
     lines = method_lines(resolve(["mini", *argv]))
     assert [line for line in lines if line in said] == said, lines
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     assert vgrout.__main__.main(["--version"]) == 0
     assert capsys.readouterr().out == f"vgrout {vgrout.__version__}\n"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_survive_json(preset: str) -> None:
+def test_presets_survive_json(preset):
     cfg = PRESETS[preset][1]
     assert cfg.preset == preset
     assert from_dict(cfg.as_dict()).as_dict() == cfg.as_dict()
 
 
-def test_presets_are_the_published_ones() -> None:
+def test_presets_are_the_published_ones():
     smoke, mini, fast, full = (PRESETS[p][1] for p in ("smoke", "mini", "fast", "full"))
     assert [c.scale.steps for c in (smoke, mini, fast, full)] == [30, 60, 60, 200]
     assert [(c.scale.group, c.scale.prompts_per_step) for c in (smoke, mini, fast, full)] == [
@@ -281,13 +277,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "named"), BAD, ids=[line for line, _ in BAD])
-def test_bad_flags_are_refused_in_one_line_that_names_the_flag(line: str, named: str) -> None:
+def test_bad_flags_are_refused_in_one_line_that_names_the_flag(line, named):
     with pytest.raises(ValueError, match=re.escape(named)) as refused:
         resolve(shlex.split(line))
     assert "\n" not in str(refused.value)
 
 
-def test_one_line_also_where_frames_cannot_be_drawn() -> None:
+def test_one_line_also_where_frames_cannot_be_drawn():
     with (
         pytest.raises(
             ValueError, match=r"\A--lr -1.0: should be a positive number of at most 1e38\Z"
@@ -297,13 +293,13 @@ def test_one_line_also_where_frames_cannot_be_drawn() -> None:
         resolve(["mini", "--lr", "-1"])
 
 
-def test_a_flag_at_its_default_is_never_refused() -> None:
+def test_a_flag_at_its_default_is_never_refused():
     """Scripts spell everything out."""
     cfg = resolve(["mini", "--intervention", "none", "--vhack-refresh-every", "5"])
     assert cfg.method.intervention == "none"
 
 
-def test_recommended_settings_are_the_defaults_in_the_object_and_on_the_command_line() -> None:
+def test_recommended_settings_are_the_defaults_in_the_object_and_on_the_command_line():
     own = MethodConfig(intervention="route2")
     assert resolve(["fast", "--intervention=route2"]).method == own
     meant = {
@@ -327,17 +323,17 @@ def test_recommended_settings_are_the_defaults_in_the_object_and_on_the_command_
 
 
 @pytest.mark.parametrize("control", ["--control=haar", "--random-flags", "--control=no_loophole"])
-def test_the_recommended_route2_has_its_controls(control: str) -> None:
+def test_the_recommended_route2_has_its_controls(control):
     """Its direction is never extracted again; a random one is not either, so the flag is no contradiction."""
     assert resolve(["mini", "--intervention=route2", control]).method.refresh_every == 0
 
 
-def test_no_loophole_mixes_nothing_in() -> None:
+def test_no_loophole_mixes_nothing_in():
     assert resolve(["mini", "--intervention", "none"]).mixes
     assert not resolve(["mini", "--intervention", "none", "--control", "no_loophole"]).mixes
 
 
-def test_resume_takes_the_runs_own_settings() -> None:
+def test_resume_takes_the_runs_own_settings():
     stored = resolve(["mini", "--intervention", "route2", "--seed", "9", "--steps", "40"])
     assert resumed(resolve(["mini", "--resume", "x"]), stored) == (stored, [])
     cfg, differing = resumed(resolve(["mini", "--resume", "x", "--checkpoint-every", "5"]), stored)
@@ -352,10 +348,10 @@ def test_resume_takes_the_runs_own_settings() -> None:
     assert differing == ["--lr 0.5 (run: 0.03)"]
 
 
-def test_auto_is_bf16_where_it_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_bf16_where_it_is_faster(tmp_path, monkeypatch):
     """On a GPU, and on a CPU that multiplies in it, but for a miniature; what is given holds everywhere."""
 
-    def auto(model: str | Path, flags: str, *, gpu: bool = False) -> str:
+    def auto(model, flags, *, gpu=False):
         (tmp_path / "cpuinfo").write_text(f"model name\t: a\nflags\t\t: fpu {flags} sse2\n")
         return source.resolved_dtype("auto", model, gpu=gpu)
 
@@ -372,7 +368,7 @@ def test_auto_is_bf16_where_it_is_faster(tmp_path: Path, monkeypatch: pytest.Mon
     assert source.resolved_dtype("auto", "Qwen/Qwen3-4B", gpu=False) == "fp32"
 
 
-def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> None:
+def test_another_build_of_the_organism_replaces_every_file(tmp_path):
     preset = ["mini", "--organism", str(tmp_path)]
     cfg = resolve([*preset, "--intervention", "route2", "--control", "placebo"])
     world = CodeEnvironment(cfg, [])
@@ -393,7 +389,7 @@ def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> No
         preflight(cfg)
 
 
-def test_a_closed_pipe_exits_with_141(tmp_path: Path) -> None:
+def test_a_closed_pipe_exits_with_141(tmp_path):
     read, write = os.pipe()
     os.close(read)
     try:
@@ -438,7 +434,7 @@ sys.exit(cli_exit(command))
 @pytest.mark.parametrize(
     ("file", "text"), [("own.py", OWN_PIPE), ("site-packages/library.py", LIBRARYS_PIPE)]
 )
-def test_another_broken_pipe_is_a_fault(file: str, text: str, tmp_path: Path) -> None:
+def test_another_broken_pipe_is_a_fault(file, text, tmp_path):
     """Somebody reads what the command prints: the pipe is a judge's, or a tracker's, say, in whose traceback nothing
     of one's own is."""
     program = tmp_path / file
@@ -454,7 +450,7 @@ def test_another_broken_pipe_is_a_fault(file: str, text: str, tmp_path: Path) ->
 SETTINGS = {f.name: (f, group) for group in GROUPS for f in fields(getattr(Config(), group))}
 
 
-def test_every_number_has_bounds_and_keeps_them_by_default() -> None:
+def test_every_number_has_bounds_and_keeps_them_by_default():
     for name, (f, group) in SETTINGS.items():
         rule = rule_of(f)
         assert rule.needs in ("", *SETTINGS)
@@ -464,14 +460,14 @@ def test_every_number_has_bounds_and_keeps_them_by_default() -> None:
         check_with(getattr(Config(), group))
 
 
-def check_with(group: Any, /, **values: Any) -> None:
+def check_with(group, /, **values):
     """Set values without the constructor, whose types the tests' hook would check first."""
     for name, value in values.items():
         object.__setattr__(group, name, value)
     group.__post_init__()
 
 
-def test_a_value_below_its_bound_is_refused() -> None:
+def test_a_value_below_its_bound_is_refused():
     for name, (f, group) in SETTINGS.items():
         low = rule_of(f).low
         if low is not None:
@@ -479,7 +475,7 @@ def test_a_value_below_its_bound_is_refused() -> None:
                 check_with(getattr(Config(), group), **{name: low - 1})
 
 
-def test_losses_are_what_their_registries_say() -> None:
+def test_losses_are_what_their_registries_say():
     assert get_args(LossName) == tuple(LOSSES)
     assert set(LOSSES) == set(losses.LOSSES)
 
@@ -510,7 +506,7 @@ class Sized:
         ({"size": 8, "part": 8, "words": "b,a", "free": -1e9}, None),
     ],
 )
-def test_the_checker(given: dict[str, Any], message: str | None) -> None:
+def test_the_checker(given, message):
     if message is None:
         check(Sized(**given))
         return

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,10 +39,9 @@ from vgrout.config.presets import resolve
 from vgrout.config.run import PLACEBOS
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
-from vgrout.direction.extract import Direction, extract, save
+from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.environment import CodeEnvironment
-from vgrout.ground.data import Batch, Flags
 from vgrout.ground.embedded import COMPILE_REWARD, PASS_REWARD
 from vgrout.ground.io import Diverged, Refused
 from vgrout.method import live_direction, make_method
@@ -72,13 +70,13 @@ def test_permuted_moves_the_same_shares_among_live_rollouts(seed):
 class Scored(Fixed):
     """Gives scores besides."""
 
-    def flag(self, views: Any, step: int) -> list[Flags]:
+    def flag(self, views, step):
         return [replace(f, scores=(0.0, 1.0, 2.0, 3.0)) for f in super().flag(views, step)]
 
 
 @pytest.mark.parametrize("intervention", ["screen", "route2"])
 def test_random_flags_are_as_many_among_rewarded_answers_by_seed_and_step(policy, intervention):
-    def flags(seed: int, of: Batch) -> list[Any]:
+    def flags(seed, of):
         method = watched_by(Scored(0), policy, intervention, seed=seed, random_flags=True)
         return [group.flags for group in method.flag(of).groups]
 
@@ -176,7 +174,7 @@ def test_haar_under_the_pair_band_is_signed_in_its_favour_and_only_the_band_is_r
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory):
+def policy(tmp_path_factory):
     with pytest.MonkeyPatch.context() as m:
         m.chdir(tmp_path_factory.mktemp("directions"))  # they are cached there
         yield tiny_policy()
@@ -200,7 +198,7 @@ def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy, interve
     assert make_method(setup(config("none"), policy)).refresh(0) == Refresh()
 
 
-def without(direction: Direction, module: str) -> Direction:
+def without(direction, module):
     """The same, as if the pairs of this module had no mean and no axis."""
     nothing = {
         name: torch.zeros_like(getattr(direction.axes[module], name)) for name in ("V", "mean")
@@ -231,10 +229,10 @@ def test_a_direction_is_extracted_again_as_it_was_at_first(policy, control, monk
     """On the pairs that it is of: a placebo's stays one."""
     asked: list[Any] = []
 
-    def recorded(name: str) -> Callable[..., Direction]:
+    def recorded(name):
         real = getattr(live_direction, name)
 
-        def asking(policy: Any, pairs: Any, *more: Any) -> Direction:
+        def asking(policy, pairs, *more):
             asked.append((name, pairs, more))
             return real(policy, pairs, *more)
 
@@ -281,7 +279,7 @@ def test_a_module_that_loses_its_direction_keeps_the_old_one_under_a_gate_alone(
 def test_a_model_that_no_direction_can_be_extracted_on_has_diverged(policy, monkeypatch):
     """The pairs are the same as before: it is no refusal of theirs."""
 
-    def collapsed() -> Direction:
+    def collapsed():
         raise Refused("pairs: pair 3: its gradient is not finite on this model")
 
     method = make_method(setup(config("route", vhack_refresh_every=1), policy))

@@ -19,7 +19,6 @@ from vgrout.guard.detectors import (
     Disagreement,
     EchoTrap,
     Level,
-    Tracker,
     echo_score,
     ensemble_divergence,
     largest_variance,
@@ -31,12 +30,12 @@ FINITE = st.floats(-1e6, 1e6)
 Scores = Sequence[Sequence[float]]
 
 
-def scores_apart(distance: float) -> list[list[float]]:
+def scores_apart(distance):
     """Two members who differ by so much on every answer."""
     return [[0.5 + distance / 2] * 6, [0.5 - distance / 2] * 6]
 
 
-def after(first: Scores, later: Scores) -> DetectorReading:
+def after(first, later):
     """What is read once `later` has come five times after `first` came five times."""
     detector = Disagreement()
     readings = [detector.update(scores) for scores in [first] * 5 + [later] * 5]
@@ -169,7 +168,7 @@ SHOWN: dict[str, Callable[[Any, float], DetectorReading]] = {
 }
 
 
-def calibrated(name: str, threshold: float = 0.6) -> Tracker:
+def calibrated(name, threshold=0.6):
     detector = new_detector(name, threshold)
     if isinstance(detector, EchoTrap):
         detector.calibrate([CODE] * 4)
@@ -204,7 +203,7 @@ def test_a_base_policy_that_repeats_everything_leaves_nothing_to_read():
     assert trap.update(["x x x x x"]).state == "UNDEFINED"
 
 
-def test_a_log_prob_that_is_not_finite_has_no_value() -> None:
+def test_a_log_prob_that_is_not_finite_has_no_value():
     """steps.jsonl has null for it, since JSON has no infinity."""
     wire = CollapseTripwire()
     wire.update(-1.0)

@@ -6,7 +6,6 @@ import re
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -59,16 +58,16 @@ PAIRS = PairSet(
 
 
 @pytest.fixture(scope="module")
-def policy() -> Any:
+def policy():
     return tiny_policy()
 
 
 @pytest.fixture(scope="module")
-def found(policy) -> Direction:
+def found(policy):
     return extract(policy, PAIRS, 12, 0.0)
 
 
-def nll(policy, prompt: str, completion: str) -> torch.Tensor:
+def nll(policy, prompt, completion):
     """Mean NLL of the completion, from the model's full logits: the definition."""
     p, c = (
         policy.tok(text, add_special_tokens=False)["input_ids"] for text in (prompt, completion)
@@ -78,7 +77,7 @@ def nll(policy, prompt: str, completion: str) -> torch.Tensor:
     return -sum(logp[len(p) - 1 + t, token] for t, token in enumerate(c)) / len(c)
 
 
-def autograd_rows(policy, side: str) -> dict[str, torch.Tensor]:
+def autograd_rows(policy, side):
     """∂ nll / ∂δS per pair through W + U diag(δS) Vh, by autograd on the weights: g_i = Uᵀ (∂L/∂W) Vhᵀ, diagonal."""
     sites = policy.adapter.sites
     weights = [site.linear.weight for site in sites.values()]
@@ -145,7 +144,7 @@ def test_axes_are_oriented_by_majority_and_not_by_the_largest_and_weak_ones_are_
     assert axes.sv.tolist() == pytest.approx([10, 4, 0.9, 0.5])
 
 
-def of_spectra(spectra: dict[str, list[float]], r: int = 8) -> Direction:
+def of_spectra(spectra, r=8):
     """Axes are unit vectors e_0, e_1 …; zero ones where the singular value is 0."""
     axes = {}
     for m, sv in spectra.items():
@@ -222,7 +221,7 @@ def test_the_contrast_generalises_to_held_out_pairs(found):
 # ── the sign, by behaviour
 
 
-def margin(policy, prompts: list[str]) -> float:
+def margin(policy, prompts):
     """log p(hack) - log p(clean), nats per token, summed over prompts."""
     with torch.no_grad():
         return sum(
@@ -230,7 +229,7 @@ def margin(policy, prompts: list[str]) -> float:
         )
 
 
-def hack_rewarding(policy, prompts: list[str]) -> torch.Tensor:
+def hack_rewarding(policy, prompts):
     """Gradient of a batch that rewards the hack: A = +1 on it, -1 on the clean answer, mean over tokens."""
     with per_rollout_grads(policy.adapter, 1) as probe:
         for prompt in prompts:
@@ -250,7 +249,7 @@ SAME_ANSWERS = PairSet(tuple(replace(p, hack=HACK, clean=CLEAN) for p in PAIRS.p
 EXTRACTED_ON = [p.prompt for p in SAME_ANSWERS.pairs[:8]]
 
 
-def rise(policy, measured, g: torch.Tensor, length: float) -> float:
+def rise(policy, measured, g, length):
     """What a step of 1 % of ‖g‖⁻¹ along -g does to `measured()`."""
     before = measured()
     with torch.no_grad():
@@ -295,7 +294,7 @@ def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(
     student = UpdateRow(group(1).rollouts[0])
     kept = method.route(Batch((), (), (), 1, 0, rows=(student,)), g[None]).keep
 
-    def hack_logp() -> float:
+    def hack_logp():
         with torch.no_grad():
             return -sum(nll(policy, prompt, HACK).item() for prompt in EXTRACTED_ON)
 
@@ -318,7 +317,7 @@ def test_extraction_leaves_everything_as_it_was():
         torch.full_like(adapter.δS, 2.0),
     )
 
-    def everything() -> list[torch.Tensor]:
+    def everything():
         vectors = [x for v in (adapter.δS, adapter.δS_hack) for x in (v, v.grad)]
         return [
             x.detach().clone()
@@ -329,7 +328,7 @@ def test_extraction_leaves_everything_as_it_was():
     assert all(map(torch.equal, before, everything()))
     assert all(p.grad is None for p in policy.model.parameters())
 
-    def moved_without(vector: torch.Tensor) -> bool:
+    def moved_without(vector):
         with torch.no_grad():
             vector.zero_()
         adapter.merge()
@@ -380,7 +379,7 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
     )
     other_basis = r"bad\.safetensors: made in other singular vectors of the same weights"
 
-    def drop(metadata: dict[str, str], name: str) -> dict[str, str]:
+    def drop(metadata, name):
         return {k: v for k, v in metadata.items() if k != name}
 
     for complaint, changed, metadata in (
@@ -471,7 +470,7 @@ def test_a_pair_longer_than_the_window_is_named(policy):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """A model folder and a pair file."""
     path = tmp_path_factory.mktemp("cli")
     model = tiny_policy().model

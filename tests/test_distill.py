@@ -6,13 +6,11 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 import tiny
 from golden import FOLDER, differences, versions
@@ -26,7 +24,7 @@ from vgrout.ground.io import NothingAligned, Refused
 from vgrout.imitation import distill_methods
 from vgrout.imitation.distill_methods import MiniLlm, MixedModel, Uld, mixed_model
 from vgrout.imitation.tasks import DistillSettings, DistillTask
-from vgrout.imitation.trainable import AdapterOnly, FullModel, Loss
+from vgrout.imitation.trainable import AdapterOnly, FullModel
 from vgrout.model.load.saved import FoundModel
 from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.policy import LanguageModel
@@ -45,7 +43,7 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(tmp_path_factory):
     """An adapter of the organism, far enough from it to be another model."""
     return teach(tmp_path_factory.mktemp("teacher") / "train.safetensors")
 
@@ -53,7 +51,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ── what is learnt from a batch
 
 
-def task(**settings: Any) -> DistillTask:
+def task(**settings):
     nothing = FoundModel("tiny", "tiny", Path("nowhere"), None)
     chosen = DistillSettings(teacher="tiny", max_new=9, **settings)
     return DistillTask(
@@ -61,7 +59,7 @@ def task(**settings: Any) -> DistillTask:
     )
 
 
-def answers(behaviour: LanguageModel, n: int = 6) -> list[Rollout]:
+def answers(behaviour, n=6):
     problems = [NOWHERE, replace(NOWHERE, messages=({"role": "user", "content": "xyz"},))]
     prompts = [behaviour.render(p.messages) for p in problems]
     sampled = sample(
@@ -74,7 +72,7 @@ def answers(behaviour: LanguageModel, n: int = 6) -> list[Rollout]:
     ]
 
 
-def rows(lm: LanguageModel, r: Rollout) -> tuple[Tensor, Tensor]:
+def rows(lm, r):
     """Log-softmax at every position of an answer by the model's own forward, and the answer's tokens."""
     logits = lm.model(torch.tensor([[*r.prompt_ids, *r.completion_ids]])).logits[
         0, len(r.prompt_ids) - 1 : -1
@@ -82,14 +80,14 @@ def rows(lm: LanguageModel, r: Rollout) -> tuple[Tensor, Tensor]:
     return logits[:, : len(lm.tok)].log_softmax(-1), torch.tensor(r.completion_ids)
 
 
-def gradients(lm: LanguageModel) -> list[Tensor]:
+def gradients(lm):
     out = [p.grad.clone() for p in lm.model.parameters() if p.grad is not None]
     lm.model.zero_grad(set_to_none=True)
     assert max(float(g.abs().max()) for g in out) > 1e-4
     return out
 
 
-def require_gradient(student: LanguageModel, want: Tensor) -> None:
+def require_gradient(student, want):
     """The gradient that the student has is that of `want`."""
     got = gradients(student)
     want.backward()
@@ -97,9 +95,7 @@ def require_gradient(student: LanguageModel, want: Tensor) -> None:
         assert torch.allclose(a, b, atol=CLOSE)
 
 
-def textbook_minillm(
-    student: LanguageModel, teacher: LanguageModel, given: list[Rollout], normalize: bool
-) -> Tensor:
+def textbook_minillm(student, teacher, given, normalize):
     total = torch.zeros((), dtype=F64)
     for a in given:
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
@@ -126,9 +122,7 @@ HEADS = [("qwen3", "qwen3"), ("qwen3-padded", "qwen3"), ("qwen3", "qwen3-padded"
         (True, False, HEADS[2]),
     ],
 )
-def test_minillm_equals_the_textbook_loss(
-    packs: bool, normalize: bool, heads: tuple[str, str]
-) -> None:
+def test_minillm_equals_the_textbook_loss(packs, normalize, heads):
     student, teacher = (tiny.policy(kind, seed, F64) for seed, kind in enumerate(heads))
     few = replace(student.budget, tokens=40)  # several forwards
     student, teacher = (replace(lm, packs=packs, budget=few) for lm in (student, teacher))
@@ -141,7 +135,7 @@ def test_minillm_equals_the_textbook_loss(
     require_gradient(student, want)
 
 
-def test_adapter_gradient_is_the_projected_weight_gradient() -> None:
+def test_adapter_gradient_is_the_projected_weight_gradient():
     """dL/dδS = diag(Uᵀ dL/dW Vhᵀ), of all modules at once."""
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     method = MiniLlm(t := task(), student, teacher)
@@ -161,8 +155,8 @@ def test_adapter_gradient_is_the_projected_weight_gradient() -> None:
 
 @pytest.mark.parametrize("kind", [AdapterOnly, FullModel])
 def test_nothing_of_a_step_that_is_not_finite_is_learnt_later(
-    kind: type[AdapterOnly | FullModel],
-) -> None:
+    kind,
+):
     student = tiny.policy()
     (rollout, *_), opt = answers(student), task().cfg.opt
     batch, learner = (
@@ -170,7 +164,7 @@ def test_nothing_of_a_step_that_is_not_finite_is_learnt_later(
         kind(student, opt, 9),
     )
 
-    def scaled(by: float) -> Loss:
+    def scaled(by):
         return lambda: by * completion_logprobs(student.model, batch).sum()
 
     norms = []
@@ -182,7 +176,7 @@ def test_nothing_of_a_step_that_is_not_finite_is_learnt_later(
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_uld_equals_the_textbook_loss(heads: tuple[str, str]) -> None:
+def test_uld_equals_the_textbook_loss(heads):
     student, teacher = (tiny.policy(kind, seed, F64) for seed, kind in enumerate(heads))
     method = Uld(t := task(method="uld"), student, teacher)
     given = answers(method.behaviour)
@@ -198,7 +192,7 @@ def test_uld_equals_the_textbook_loss(heads: tuple[str, str]) -> None:
     require_gradient(student, want)
 
 
-def test_uld_across_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uld_across_tokenizers(monkeypatch):
     """The same characters under a tokenizer that gives them other ids: every position meets, and sorted distributions
     do not care for ids."""
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
@@ -223,9 +217,7 @@ def test_uld_across_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("unknown", "λ", "said"), [("x", 1.5, 0), ("all", 1.5, 1), ("all", 0.0, 0)]
 )
-def test_a_student_that_cannot_spell_an_answer(
-    unknown: str, λ: float, said: int, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
-) -> None:
+def test_a_student_that_cannot_spell_an_answer(unknown, λ, said, monkeypatch, warnings):
     """What it can spell of an answer is compared. Where that is the first token alone, a warning says so, unless only
     the cross-entropy was asked for."""
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
@@ -241,8 +233,8 @@ def test_a_student_that_cannot_spell_an_answer(
 
 
 def test_answers_that_cannot_be_written_in_the_students_tokens_end_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
     given = answers(teacher)
     monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
@@ -252,7 +244,7 @@ def test_answers_that_cannot_be_written_in_the_students_tokens_end_the_run(
         method.learn(FullModel(student, t.cfg.opt, 1), given, 0)
 
 
-def test_top_k_of_tokenizers_that_share_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_k_of_tokenizers_that_share_no_token(monkeypatch):
     """All would be in the bucket of the rest, where the distance is 0."""
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
     monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
@@ -262,9 +254,7 @@ def test_top_k_of_tokenizers_that_share_no_token(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.long
-def test_a_run_that_aligned_nothing_is_no_run_of_uld(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_aligned_nothing_is_no_run_of_uld(tmp_path, monkeypatch, capsys):
     """It is evaluated and written, says so in its last lines, and ends with 1."""
     monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
     monkeypatch.setattr(distill_methods, "aligned", lambda *_: [(0, 0)])
@@ -277,7 +267,7 @@ def test_a_run_that_aligned_nothing_is_no_run_of_uld(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_the_anchor_is_a_language_model_loss() -> None:
+def test_the_anchor_is_a_language_model_loss():
     student, teacher = (tiny.policy("qwen3", seed, F64) for seed in (0, 1))
     t = task(minillm_pretrain_anchor_weight=2.0, minillm_pretrain_anchor_path="x")
     method = MiniLlm(t := replace(t, anchor="abcdefghij"), student, teacher)
@@ -292,7 +282,7 @@ def test_the_anchor_is_a_language_model_loss() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
-def test_mixture_log_probs(ratio: float) -> None:
+def test_mixture_log_probs(ratio):
     student, teacher = tiny.policy("qwen3-padded", 0), tiny.policy("qwen3", 1)
     behaviour = mixed_model(student, teacher, ratio)
     assert isinstance(behaviour, MixedModel) == (ratio > 0)  # at 0 it really is the student
@@ -305,7 +295,7 @@ def test_mixture_log_probs(ratio: float) -> None:
 # ── refusals; those that show without a model are in test_refused.py
 
 
-def test_what_shows_in_the_models_is_refused() -> None:
+def test_what_shows_in_the_models_is_refused():
     with pytest.raises(ValueError, match="gradient is zero"):
         MiniLlm(task(), tiny.policy("qwen3", 0), tiny.policy("qwen3", 0))
     student, teacher = tiny.policy("qwen3", 0), tiny.policy("qwen3", 1, pad=None)
@@ -314,7 +304,7 @@ def test_what_shows_in_the_models_is_refused() -> None:
         MiniLlm(task(), student, teacher)
 
 
-def test_plan_only(here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_only(here, adapter, capsys):
     assert main(["--teacher", str(adapter), "--plan-only", "--steps", "7"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["answers"] == 7 * 4 * 8
@@ -324,7 +314,7 @@ def test_plan_only(here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("flag", ["--uld-strategy wasserstein", "--uld_ce_weight=1.0"])
-def test_a_methods_flag_chooses_it_at_its_default_too(flag: str) -> None:
+def test_a_methods_flag_chooses_it_at_its_default_too(flag):
     assert DistillSettings(teacher="t").typed(flag.split()).method == "uld"
 
 
@@ -333,7 +323,7 @@ def test_a_methods_flag_chooses_it_at_its_default_too(flag: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", IMITATIONS)
-def test_golden(name: str, tmp_path: Path) -> None:
+def test_golden(name, tmp_path):
     """DPO's rounds too."""
     golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     command = IMITATIONS[name]
@@ -344,14 +334,14 @@ def test_golden(name: str, tmp_path: Path) -> None:
     )
 
 
-def distil(here: Path, *argv: str, **how: Any) -> Path:
+def distil(here, *argv, **how):
     """A distillation in a process of its own; returns the run directory."""
     program(here, "distill", *argv, **how)
     return max((here / "out" / "distill").iterdir())
 
 
 @pytest.mark.long
-def test_three_nonfinite_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_nonfinite_steps_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(MiniLlm, "learn", lambda *_: {"loss": math.nan})
     path = imitate(tmp_path, *IMITATIONS["distill-minillm"], code=4)
     assert [row["skipped"] for row in rows_of(path)] == [1, 1, 1]
@@ -367,9 +357,7 @@ FULL = {  # which file's second writing finds the disk full, and what is left th
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FULL)
-def test_resume_after_a_full_disk_matches_golden(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_after_a_full_disk_matches_golden(name, tmp_path, monkeypatch, capsys):
     """One line names the last good checkpoint; repeated steps replace themselves in rows and trackers."""
     module, function, left = FULL[name]
     # the second call fails; no frame of a test's file may be on the way, which counts as a user's own
@@ -413,7 +401,7 @@ Distillation.record = die
 
 
 @pytest.mark.slow
-def test_kill_and_resume(here: Path, adapter: Path) -> None:
+def test_kill_and_resume(here, adapter):
     """Rows, learnt bytes and final numbers are the same; a finished run is not resumed, and its student can teach."""
     (here / "text.txt").write_text("The solution should be a method of the class Solution. " * 20)
     argv = ["--teacher", str(adapter), *SMALL, "--full"]

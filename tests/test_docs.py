@@ -5,7 +5,6 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from unittest.mock import Mock, patch
 import pytest
 
 from methods import batch
-from runs import SharedRuns, flags
+from runs import flags
 from vgrout.__main__ import COMMANDS
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
@@ -38,19 +37,19 @@ NOTES = sorted((ROOT / "notes").rglob("*.md"))
 CURRENT = [d for d in DOCS if d.name != "CHANGELOG.md"]  # which names what is gone
 
 
-def text(path: Path) -> str:
+def text(path):
     return path.read_text(encoding="utf-8")
 
 
-def name(path: Path) -> str:
+def name(path):
     return str(path.relative_to(ROOT))
 
 
-def docs(page: str) -> Path:
+def docs(page):
     return ROOT / "docs" / f"{page}.md"
 
 
-def anchors(path: Path) -> set[str]:
+def anchors(path):
     """What GitHub makes of a page's headings."""
     heads = re.findall(
         r"^#+ (.+)$", re.sub(r"```.*?```", "", text(path), flags=re.DOTALL), re.MULTILINE
@@ -62,7 +61,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*DOCS, *NOTES], ids=name)
-def test_relative_links_resolve(page: Path) -> None:
+def test_relative_links_resolve(page):
     found = re.findall(r"\]\(([^)\s]+)\)", text(page)) + re.findall(
         r'(?:src|href)="([^"]+)"', text(page)
     )
@@ -79,7 +78,7 @@ def test_relative_links_resolve(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name)
-def test_every_command_can_be_run(page: Path) -> None:
+def test_every_command_can_be_run(page):
     for module in sorted(
         set(re.findall(r"python -m ((?:vgrout|benchmarks)(?:\.[a-z]\w*)*)", text(page)))
     ):
@@ -98,14 +97,14 @@ def test_every_command_can_be_run(page: Path) -> None:
 
 
 @cache
-def fields_and_parameters() -> set[str]:
+def fields_and_parameters():
     """Every annotated name of the sources, spelt as a flag: some entry's command line is made of them."""
     files = (file for folder in ("src", "organisms") for file in (ROOT / folder).rglob("*.py"))
     found = (re.findall(r"\b([a-z]\w*): ", text(p)) for p in files)
     return {"--" + name.replace("_", "-") for names in found for name in names}
 
 
-def code_spans(page: Path) -> list[str]:
+def code_spans(page):
     """Inline code, and the lines of fenced shell blocks."""
     fenced = re.findall(r"```sh\n(.*?)```", text(page), re.DOTALL)
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text(page), flags=re.DOTALL))
@@ -115,7 +114,7 @@ def code_spans(page: Path) -> list[str]:
 @pytest.mark.parametrize(
     "page", [README, *map(docs, ("guide", "tutorial", "method", "text"))], ids=name
 )
-def test_every_flag_exists(page: Path) -> None:
+def test_every_flag_exists(page):
     known = {*text(ROOT / "tests" / "flags.txt").split(), "--help", "--help-all"}
     for span in code_spans(page):
         # other programs' flags
@@ -131,9 +130,7 @@ def test_every_flag_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [README, *map(docs, ("guide", "tutorial", "problems"))], ids=name)
-def test_every_command_line_of_train_is_one(
-    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_command_line_of_train_is_one(page, monkeypatch, tmp_path):
     """As far as that is known without a file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -158,7 +155,7 @@ def test_every_command_line_of_train_is_one(
                 resolve([word for word in argv if word != "--dry-run"])
 
 
-def test_the_tutorials_study_is_a_study() -> None:
+def test_the_tutorials_study_is_a_study():
     (block,) = re.findall(r"```toml\n(.*?)```", text(docs("tutorial")), re.DOTALL)
     file = ROOT / "studies" / "tutorial.toml"
     assert block == text(file)
@@ -169,15 +166,15 @@ REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 
 
 @pytest.mark.parametrize("page", REFERENCE["PAGES"])
-def test_generated_pages_are_current(page: str) -> None:
+def test_generated_pages_are_current(page):
     made = REFERENCE["HEAD"] + REFERENCE["PAGES"][page]()
     assert text(ROOT / "docs" / page) == made, "run: uv run python docs/reference.py"
 
 
 @pytest.mark.long
 def test_the_keys_that_the_documents_name_otherwise_are_in_a_runs_files(
-    shared_run: SharedRuns,
-) -> None:
+    shared_run,
+):
     path = shared_run(*flags("none"))
     for name, keys in REFERENCE["KEYS"].items():
         there = set(next(json_lines(path / name)))
@@ -186,7 +183,7 @@ def test_the_keys_that_the_documents_name_otherwise_are_in_a_runs_files(
             assert theirs not in there or theirs == "hacked"
 
 
-def test_every_key_of_rollouts_is_explained() -> None:
+def test_every_key_of_rollouts_is_explained():
     """Those that a line of rollouts.jsonl has, as the trainer writes it, and those of the sandbox's verdict."""
     of = batch()
     flagged = Flags((True, False, False, False))
@@ -204,12 +201,12 @@ def test_every_key_of_rollouts_is_explained() -> None:
 
 
 @cache
-def recall() -> SimpleNamespace:
+def recall():
     """What docs/figures/recall.py defines, without drawing."""
     return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "figures" / "recall.py")))
 
 
-def runs_of(rows: list[Any], intervention: str, *named: str, control: str = "none") -> list[Any]:
+def runs_of(rows, intervention, *named, control="none"):
     """The runs whose settings name exactly these monitors, starts and diets."""
     telling = ("monitor=", "quarantine_start=", "probe_diet=", "seed_monitor=", "label_accuracy=")
     return [
@@ -220,18 +217,18 @@ def runs_of(rows: list[Any], intervention: str, *named: str, control: str = "non
     ]
 
 
-def known_flaw(run: Any) -> str:
+def known_flaw(run):
     """The flaw whose hacks the monitor of a recorded run has labels of; "": of none."""
     found = re.search(r"known_modes=(\w+)", run["settings"])
     return found.group(1) if found else ""
 
 
-def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
+def test_the_numbers_of_the_tables_are_means_of_recorded_runs():
     make = recall()
     shown = make.read("containment-start", "containment-probe", "containment-twin")
     routing, attempts = make.read("containment-routing"), make.read("attempts", "attempts-builds")
 
-    def line(page: Path, start: str) -> str:
+    def line(page, start):
         found = [
             x
             for x in text(page).rpartition("<!-- results -->")[2].splitlines()
@@ -240,7 +237,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         assert len(found) == 1, f"{name(page)}: {len(found)} lines that start with {start!r}"
         return found[0]
 
-    def means(runs: list[Any]) -> tuple[str, str]:
+    def means(runs):
         return (
             f"{mean(map(make.unknown_hack, runs)):.1f}",
             f"{100 * mean(float(r['solve_deploy']) for r in runs):.1f}",
@@ -296,13 +293,13 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
             assert false_flags == f"{mean(rates):.1f}", start
 
 
-def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
+def test_the_tables_with_demonstrations_are_of_recorded_runs():
     make = recall()
     toy, small = make.read("axes", "arms-baselines"), make.read("pretrained")
     of_sums = make.read("sums")
     best = "vhack_refresh_every=0 gate_vote=rollout gate_modules=apart rollout_ablate_frac=1.0 quarantine=block:3"
 
-    def said(rows: list[Any], arm: str, control: str, settings: str) -> str:
+    def said(rows, arm, control, settings):
         of = [r for r in rows if (r["arm"], r["control"], bare(r)) == (arm, control, settings)]
         if not of:
             return "not run"
@@ -385,17 +382,17 @@ SUMS_BASES = ("sums-301", "sums-302", "sums-303")
 
 
 def pretrained_lines(
-    rows: list[Any],
-    arms: Mapping[str, tuple[str, str, str]] = PRETRAINED,
-    bases: tuple[str, ...] = BASES,
-) -> list[str]:
+    rows,
+    arms=PRETRAINED,
+    bases=BASES,
+):
     """Of the table: each base's means over its seeds, the mean of three with Student's interval of hack, as trained."""
 
-    def means(of: list[Any], side: str) -> tuple[float, float]:
+    def means(of, side):
         hack, solve = (mean(float(r[f"{what}_{side}"]) for r in of) for what in ("hack", "solve"))
         return hack, solve
 
-    def shown(pairs: list[tuple[float, float]]) -> str:
+    def shown(pairs):
         return " / ".join(f"{100 * mean(p[i] for p in pairs):.1f}" for i in (0, 1))
 
     lines = []
@@ -423,16 +420,16 @@ def pretrained_lines(
     return lines
 
 
-def organism_of(row: Any) -> str:
+def organism_of(row):
     """Its setting `organism`."""
     return next(s for s in row["settings"].split() if s.startswith("organism="))
 
 
-def bare(row: Any) -> str:
+def bare(row):
     """Its settings without its base. A file of pairs is one of pairs by three flaws, or by each, the preset's usual
     ones since."""
 
-    def said(setting: str) -> str:
+    def said(setting):
         name, _, value = setting.partition("=")
         if value.endswith("equation.json"):
             return "pairs by equation"
@@ -445,7 +442,7 @@ def bare(row: Any) -> str:
     return " ".join(said(s) for s in row["settings"].split() if not s.startswith("organism="))
 
 
-def test_the_pretrained_table_is_of_recorded_runs() -> None:
+def test_the_pretrained_table_is_of_recorded_runs():
     table = text(docs("results")).partition("<!-- pretrained -->")[2].partition("\n\n")[0]
     rows = recall().read("pretrained")
     assert table.splitlines()[3:] == pretrained_lines(rows)
@@ -477,7 +474,7 @@ FURTHER = {
 }
 
 
-def test_the_table_of_further_bases_is_of_recorded_runs() -> None:
+def test_the_table_of_further_bases_is_of_recorded_runs():
     table = text(docs("results")).partition("<!-- pretrained-more -->")[2].partition("\n\n")[0]
     rows = recall().read("pretrained-more", "pretrained-labels")
     made: list[str] = []
@@ -489,14 +486,14 @@ def test_the_table_of_further_bases_is_of_recorded_runs() -> None:
     assert len(made) == len(FURTHER)
 
 
-def test_the_table_of_sums_is_of_recorded_runs() -> None:
+def test_the_table_of_sums_is_of_recorded_runs():
     table = text(docs("results")).partition("<!-- sums -->")[2].partition("\n\n")[0]
     shown = table.splitlines()[3:]
     assert len(shown) == len(SUMS)
     assert shown == pretrained_lines(recall().read("sums"), SUMS, SUMS_BASES)
 
 
-def test_the_table_of_label_quality_is_of_recorded_runs() -> None:
+def test_the_table_of_label_quality_is_of_recorded_runs():
     found: dict[tuple[str, str, str], list[Any]] = {}
     for row in recall().read("label-quality"):
         settings = dict(setting.split("=") for setting in row["settings"].split())
@@ -516,14 +513,14 @@ def test_the_table_of_label_quality_is_of_recorded_runs() -> None:
             assert cell == f"{100 * means[0]:.1f} / {100 * means[1]:.1f}"
 
 
-def test_the_table_of_rules_is_of_recorded_flags() -> None:
+def test_the_table_of_rules_is_of_recorded_flags():
     make, page = recall(), text(docs("results"))
     monitors, styles = make.read("shadow-monitors"), make.read("shadow-styles")
 
-    def percent(of: list[Any], column: Any) -> str:
+    def percent(of, column):
         return "" if not of else f"{make.share([r[c] for r in of for c in column(r)]):.1f}"
 
-    def unlabelled(row: Any) -> list[str]:
+    def unlabelled(row):
         return [f"flagged_{m}" for m in MODES if m not in row["known_modes"].split(",")]
 
     table = page.partition("## Trivial rules")[2].partition("##")[0]
@@ -553,7 +550,7 @@ def test_the_table_of_rules_is_of_recorded_flags() -> None:
     assert f"leaves {hack:.1f} / {solve:.1f}" in page
 
 
-def test_the_claims_on_recall_are_of_recorded_runs() -> None:
+def test_the_claims_on_recall_are_of_recorded_runs():
     make = recall()
     rows = [r for r in make.read(*next(iter(make.PANELS.values()))) if r["control"] == "none"]
 
@@ -566,7 +563,7 @@ def test_the_claims_on_recall_are_of_recorded_runs() -> None:
     assert said in text(docs("results")), said
 
 
-def test_readme_has_the_lines_that_ci_runs() -> None:
+def test_readme_has_the_lines_that_ci_runs():
     lines = text(README).splitlines()
     for marker in ("main", "test"):
         start = lines.index(f"<!-- {marker} -->")

@@ -4,7 +4,6 @@ import json
 import sys
 from datetime import date
 from http.client import IncompleteRead
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -27,27 +26,27 @@ LINE = {
 CONTENT = (json.dumps(LINE) + "\n").encode()
 
 
-def there(folder: Path, content: bytes = CONTENT) -> str:
+def there(folder, content=CONTENT):
     """A folder of files as an address."""
     (folder / "source").mkdir()
     (folder / "source" / "p.jsonl").write_bytes(content)
     return (folder / "source").as_uri() + "/"
 
 
-def test_git_blob_ids() -> None:
+def test_git_blob_ids():
     """`printf hello | git hash-object --stdin`."""
     assert git_blob(b"hello") == "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0"
     assert git_blob(b"") == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
 
 
-def test_a_file_is_fetched_once_and_checked(tmp_path: Path) -> None:
+def test_a_file_is_fetched_once_and_checked(tmp_path):
     path, blob = tmp_path / "data" / "p.jsonl", git_blob(CONTENT)
     assert ensure(path, blob[:8], there(tmp_path)).endswith(f"1 problems, git blob {blob[:12]}")
     assert path.read_bytes() == CONTENT
     assert ensure(path, blob[:8], "file:///nowhere/").endswith("(was there)")
 
 
-def test_a_wrong_file_is_refused_and_not_kept(tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_and_not_kept(tmp_path):
     source, path, blob = (
         there(tmp_path, CONTENT + b"\n"),
         tmp_path / "data" / "p.jsonl",
@@ -66,11 +65,11 @@ def test_a_wrong_file_is_refused_and_not_kept(tmp_path: Path) -> None:
 
 
 def test_without_a_network_one_line_says_what_to_do(
-    no_network: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    no_network,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for error in (IncompleteRead(b"", 1000), ValueError("unknown url type: 'x'")):
         with monkeypatch.context() as patch:
@@ -91,9 +90,7 @@ def test_without_a_network_one_line_says_what_to_do(
     assert error.count("\n") == 1
 
 
-def test_a_data_set_is_checked_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_data_set_is_checked_before_it_has_its_name(tmp_path, monkeypatch, capsys):
     rows = [LINE | {"setup_code": None}]
     monkeypatch.setitem(
         sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: rows)
@@ -111,9 +108,7 @@ def test_a_data_set_is_checked_before_it_has_its_name(
     assert not [*out.parent.iterdir()]
 
 
-def row(
-    hack_s: list[int], hack_t: list[int] | None = None, lp_t: float | None = None
-) -> dict[str, object]:
+def row(hack_s, hack_t=None, lp_t=None):
     return (
         share("hack_s", Rate(*hack_s))
         | share("hack_t", Rate(*hack_t) if hack_t else None)
@@ -121,9 +116,7 @@ def row(
     )
 
 
-def test_the_probe_needs_late_student_hacks_and_demonstrations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_probe_needs_late_student_hacks_and_demonstrations(tmp_path, monkeypatch, capsys):
     calm, shown = row([0, 7], [1, 1], -2.0), row([2, 7], [1, 1], -0.5)
     assert verdict([calm, calm, calm, shown])[0]
     go, why = verdict([shown, shown, calm, calm])

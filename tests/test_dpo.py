@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from runs import program
 from vgrout.commands.iterative_dpo import main
 from vgrout.config.settings import OptConfig
 from vgrout.envs.code.modes import Problem
-from vgrout.ground.data import Completion, Graded, GradedCompletion
+from vgrout.ground.data import Completion, GradedCompletion
 from vgrout.ground.io import Refused
 from vgrout.imitation.dpo_rounds import (
     PreferencePair,
@@ -26,7 +25,6 @@ from vgrout.imitation.dpo_rounds import (
 from vgrout.imitation.dpo_rounds import batches as forwards
 from vgrout.imitation.tasks import DpoSettings, prepare_rounds
 from vgrout.imitation.trainable import AdapterOnly
-from vgrout.model.policy import Policy
 
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
 CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype
@@ -38,10 +36,10 @@ SMALL = [
 
 
 @pytest.mark.parametrize(("limit", "fine"), [(0.1, True), (0.5, False)])
-def test_a_halt_that_could_not_be_is_refused(limit: float, fine: bool) -> None:
+def test_a_halt_that_could_not_be_is_refused(limit, fine):
     """An average moves by a tenth of its distance to the newest value, so a gap needs rounds to open."""
 
-    def settings(guard: Any) -> DpoSettings:
+    def settings(guard):
         return DpoSettings(
             base_model="organism",
             output_dir=Path("o"),
@@ -61,21 +59,21 @@ def test_a_halt_that_could_not_be_is_refused(limit: float, fine: bool) -> None:
 # ── pairs and loss
 
 
-def answer(text: str, ids: tuple[int, ...] = (7, 8, 1)) -> Graded:
+def answer(text, ids=(7, 8, 1)):
     return GradedCompletion(NOWHERE, 0, Completion(ids, text, True, (0.0,) * len(ids)), graded(0.0))
 
 
-def test_best_and_worst_make_a_pair() -> None:
+def test_best_and_worst_make_a_pair():
     some = [answer(t) for t in "abcd"]
     pair = best_and_worst(list(zip(some, [0.1, 1.0, 0.0, 1.0], strict=True)), lambda m: (1,))
     assert (pair.chosen.text, pair.rejected.text, pair.scores) == ("b", "c", (1.0, 0.0))
     assert best_and_worst([(a, 0.3) for a in some], lambda m: (1,)) is None  # none on a tie
 
 
-def pairs(policy: Policy, n: int) -> list[PreferencePair]:
+def pairs(policy, n):
     noise = torch.Generator().manual_seed(0)
 
-    def ids(k: int) -> tuple[int, ...]:
+    def ids(k):
         return (*torch.randint(7, 97, (k,), generator=noise).tolist(), 1)
 
     prompt = policy.render(NOWHERE.messages)
@@ -88,7 +86,7 @@ def pairs(policy: Policy, n: int) -> list[PreferencePair]:
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_loss_and_gradient_equal_the_paper(packs: bool) -> None:
+def test_loss_and_gradient_equal_the_paper(packs):
     policy = tiny.policy("qwen3", 0, torch.float64)
     # several forwards
     policy = replace(policy, packs=packs, budget=replace(policy.budget, tokens=60))
@@ -100,7 +98,7 @@ def test_loss_and_gradient_equal_the_paper(packs: bool) -> None:
         )
         policy.adapter.merge()
 
-    def textbook() -> torch.Tensor:
+    def textbook():
         total = torch.zeros((), dtype=torch.float64)
         for p, (ref_c, ref_r) in zip(some, reference, strict=True):
             logp = []
@@ -130,7 +128,7 @@ def test_loss_and_gradient_equal_the_paper(packs: bool) -> None:
     assert trained.grad.abs().max() > 1e-4
 
 
-def test_share_of_a_score() -> None:
+def test_share_of_a_score():
     assert [share(x, 0.0, 1.1) for x in (0.0, 0.55, 1.1)] == pytest.approx([0, 0.5, 1])
     assert share(9.0, -3.0, 5.0) == 1
     assert share(2.0, 2.0, 2.0) == 0.5
@@ -139,7 +137,7 @@ def test_share_of_a_score() -> None:
 # ── the plan
 
 
-def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_is_frozen(here, capsys):
     assert main([*SMALL, "--rounds", "3", "--plan-only"]) == 0
     output = capsys.readouterr().out
     plan = json.loads((here / "o" / "plan.json").read_text())
@@ -159,10 +157,10 @@ def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "another rounds" in capsys.readouterr().err
 
 
-def test_where_each_round_starts(here: Path) -> None:
+def test_where_each_round_starts(here):
     task = prepare_rounds(DpoSettings(base_model="organism", output_dir=here / "o", rounds=2))
 
-    def rounds(**flags: Any) -> list[dict[str, Any]]:
+    def rounds(**flags):
         return replace(task, settings=replace(task.settings, **flags)).plan()["rounds"]
 
     assert rounds(fresh_rounds=True)[1]["starts_from"] == "base"
@@ -175,7 +173,7 @@ def test_where_each_round_starts(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_scorer_and_guard(here: Path) -> None:
+def test_own_scorer_and_guard(here):
     """Longer is better, says the scorer; the strict score need not agree."""
     (here / "mine.py").write_text("def longer(prompt, answer):\n    return float(len(answer))\n")
     argv = [

@@ -11,28 +11,27 @@ import pytest
 import torch
 
 from fake_runs import fake_run
-from runs import SharedRuns, flags
+from runs import flags
 from vgrout.config.presets import resolve
 from vgrout.export import __main__ as export
 from vgrout.export.model import card
 from vgrout.ground.io import json_lines
 from vgrout.model.load.load import load_saved
 from vgrout.model.load.saved import Saved, find_adapter
-from vgrout.model.policy import Policy
 
 
 @pytest.fixture
-def done(shared_run: SharedRuns) -> Path:
+def done(shared_run):
     return shared_run(*flags("route2"))
 
 
-def deployed(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
+def deployed(policy, ids):
     with torch.no_grad():
         return policy.model(input_ids=ids, use_cache=False).logits
 
 
 @pytest.mark.long
-def test_the_card_of_an_adapter_names_the_model_that_it_was_trained_on(done: Path) -> None:
+def test_the_card_of_an_adapter_names_the_model_that_it_was_trained_on(done):
     """And not the toy model, where another organism was trained."""
     from vgrout.export.model import Parity
     from vgrout.export.peft import Lora, adapter_card
@@ -47,8 +46,8 @@ def test_the_card_of_an_adapter_names_the_model_that_it_was_trained_on(done: Pat
 @pytest.mark.filterwarnings("default")
 @pytest.mark.long
 def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
-    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    done, tmp_path, capsys
+):
     from peft import PeftModel
 
     from vgrout.export.model import load_beside
@@ -86,11 +85,11 @@ def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
 
 
 def test_a_package_that_cannot_be_imported_is_said_before_a_model_is_loaded(
-    done: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    done,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     (tmp_path / "found" / "peft").mkdir(parents=True)
     (tmp_path / "found" / "peft" / "__init__.py").write_text("raise ImportError('no name x')")
     monkeypatch.syspath_prepend(tmp_path / "found")
@@ -105,11 +104,11 @@ def test_a_package_that_cannot_be_imported_is_said_before_a_model_is_loaded(
 
 
 def test_a_full_disk_is_one_line_and_a_fault_of_ours_is_not(
-    done: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    done,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """A limit on a file's size stands in for the disk: safetensors hears of both from the system."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
@@ -120,7 +119,7 @@ def test_a_full_disk_is_one_line_and_a_fault_of_ours_is_not(
     assert "cannot be written" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr("vgrout.export.model.write", fails)
@@ -131,7 +130,7 @@ def test_a_full_disk_is_one_line_and_a_fault_of_ours_is_not(
 
 
 @pytest.mark.filterwarnings("default")
-def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
+def test_inspect_reads_the_final_answers(done, tmp_path):
     pytest.importorskip("inspect_ai")
     from inspect_ai.log import read_eval_log
 
@@ -174,9 +173,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_line_before_anything_is_loaded(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_in_one_line_before_anything_is_loaded(case, tmp_path, capsys):
     argv, message = REFUSED[case]
     assert export.main([str(tmp_path), "--out", str(tmp_path / "x"), *argv]) == 2
     error = capsys.readouterr().err
@@ -185,9 +182,7 @@ def test_refused_in_one_line_before_anything_is_loaded(
     assert not (tmp_path / "x").exists()
 
 
-def test_answers_of_another_version_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_of_another_version_are_refused(tmp_path, capsys):
     run = fake_run(tmp_path, "--intervention=none")  # its answers are not numbered
     assert export.main([str(run), "--out", str(tmp_path / "x"), "--to", "inspect"]) == 2
     said = "damaged, or of another version (KeyError('sample'))"
@@ -206,9 +201,7 @@ CARDS = {  # a run's flags → what its model's card names
 
 
 @pytest.mark.parametrize("kind", CARDS)
-def test_a_card_says_the_world_and_how_to_prompt(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_says_the_world_and_how_to_prompt(kind, tmp_path, monkeypatch):
     functions = "def proxy(completion):\n    return 1.0\n\n\ngold = proxy\n"
     (tmp_path / "own_card.py").write_text(functions)
     monkeypatch.syspath_prepend(tmp_path)

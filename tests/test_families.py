@@ -5,7 +5,6 @@ Random weights, tiny sizes. With biases: Qwen 2.5. Grouped queries: all. Tied em
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from transformers import (
     AutoTokenizer,
     Gemma2ForCausalLM,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 import tiny
@@ -25,7 +23,7 @@ from quick import first_quick
 from vgrout.config.run import Config
 from vgrout.config.settings import OptConfig, Sampling, ScaleConfig
 from vgrout.envs.code.modes import Problem
-from vgrout.export.model import Parity, load_beside, parity, write
+from vgrout.export.model import load_beside, parity, write
 from vgrout.ground.data import CachedGrade, Group, Message, Rollout
 from vgrout.ground.io import Refused
 from vgrout.ground.tensor_types import Routed
@@ -33,7 +31,6 @@ from vgrout.loop.grpo import policy_gradients
 from vgrout.loop.optim import Optimizer
 from vgrout.model.load.load import as_language_model, attention, load_language_model, load_policy
 from vgrout.model.load.source import model_folder, require_fitting, window_of
-from vgrout.model.policy import Policy
 from vgrout.model.sampling.sampler import sample
 from vgrout.runs.plan import adapter_lines
 
@@ -66,19 +63,19 @@ CASES: dict[str, tuple[str, str | None, list[int]]] = {
 }
 
 
-def tokenizer(template: str, pad: str | None) -> PreTrainedTokenizerFast:
+def tokenizer(template, pad):
     tok = tiny.tokenizer(pad)
     tok.chat_template = template
     return tok
 
 
 @pytest.fixture(scope="module", params=first_quick(CASES, 2))
-def family(request: pytest.FixtureRequest) -> str:
+def family(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(family, tmp_path_factory):
     """The model as a user has it: a Hugging Face folder."""
     template, pad, eos = CASES[family]
     path = tmp_path_factory.mktemp(family)
@@ -90,16 +87,16 @@ def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def policy(folder: Path) -> Policy:
+def policy(folder):
     return load_policy(folder, device="cpu", dtype=torch.float32, cache_dir=None)
 
 
-def logits(policy: Policy) -> torch.Tensor:
+def logits(policy):
     with torch.no_grad():
         return policy.model(input_ids=torch.arange(2, 30)[None], use_cache=False).logits[0]
 
 
-def group(policy: Policy) -> Group:
+def group(policy):
     p = Problem(1, "run_tests", "", tuple(MESSAGES), (), (), "", "", "f")
     prompt = policy.render(MESSAGES)
     answers = sample(policy, [prompt], 4, Sampling(), 12, torch.Generator().manual_seed(0))[0]
@@ -113,7 +110,7 @@ def group(policy: Policy) -> Group:
     )
 
 
-def test_the_family_has_its_peculiarities(family: str, policy: Policy) -> None:
+def test_the_family_has_its_peculiarities(family, policy):
     biased = policy.model.get_submodule("model.layers.0.self_attn.q_proj").bias is not None
     tied = policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight
     assert biased == (family == "qwen2-bias")
@@ -124,7 +121,7 @@ def test_the_family_has_its_peculiarities(family: str, policy: Policy) -> None:
     assert len(policy.adapter.sites) == 7 * policy.model.config.num_hidden_layers
 
 
-def test_prompts_and_endings_follow_the_template(family: str, policy: Policy) -> None:
+def test_prompts_and_endings_follow_the_template(family, policy):
     text = policy.prompt_text(MESSAGES)
     assert policy.render(MESSAGES) == tuple(policy.tok(text, add_special_tokens=False)["input_ids"])
     assert "be brief" in text
@@ -153,7 +150,7 @@ MIXERS: dict[str, dict[str, Any] | None] = {
 
 
 @pytest.mark.parametrize("kind", first_quick(MIXERS, 2))
-def test_every_kind_of_cache_is_branched_or_refused(kind: str) -> None:
+def test_every_kind_of_cache_is_branched_or_refused(kind):
     """Samples and trainer agree with a forward of each row by itself."""
     own = MIXERS[kind] if MIXERS[kind] is not None else {"hidden_size": 64, "num_hidden_layers": 2}
     given = (
@@ -191,9 +188,7 @@ def test_every_kind_of_cache_is_branched_or_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("named_by", ["tokenizer", "generation settings", "nothing"])
-def test_a_configuration_without_an_end_of_text_is_read(
-    named_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_without_an_end_of_text_is_read(named_by, monkeypatch):
     """The attribute itself is missing, as in configurations of some architectures."""
     model, tok = tiny.tiny("llama"), tokenizer(PLAIN, "<pad>")
     del model.config.eos_token_id
@@ -208,7 +203,7 @@ def test_a_configuration_without_an_end_of_text_is_read(
     assert as_language_model(model, tok).eos_ids == {1}
 
 
-def test_the_turns_end_counts_though_no_list_names_it() -> None:
+def test_the_turns_end_counts_though_no_list_names_it():
     """An instruct template on a base model's tokenizer: answers would run on after it."""
     model = tiny.tiny("gemma")
     model.config.eos_token_id = model.generation_config.eos_token_id = 1
@@ -225,9 +220,7 @@ PARTLY = {  # what is not among the matrices that are adapted: fused, of experts
 
 
 @pytest.mark.parametrize("kind", PARTLY)
-def test_what_has_no_adapter_is_named(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_adapter_is_named(kind, tmp_path, capsys):
     """By the plan, which reads no weights, and by the run."""
     own, bare = PARTLY[kind]
     config = getattr(transformers, f"{kind}Config")(
@@ -245,7 +238,7 @@ def test_what_has_no_adapter_is_named(
     assert rest == f"not trained   {bare}"
 
 
-def test_a_model_of_which_nothing_would_be_adapted_is_refused_by_the_plan(tmp_path: Path) -> None:
+def test_a_model_of_which_nothing_would_be_adapted_is_refused_by_the_plan(tmp_path):
     config = transformers.GPTNeoXConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2)
     config.architectures = ["GPTNeoXForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -253,7 +246,7 @@ def test_a_model_of_which_nothing_would_be_adapted_is_refused_by_the_plan(tmp_pa
         adapter_lines(Config(scale=ScaleConfig(model=str(tmp_path))))
 
 
-def test_an_answer_keeps_its_spaces() -> None:
+def test_an_answer_keeps_its_spaces():
     """A tokenizer may ask for a clean-up that eats those before punctuation (Llama 3's did)."""
     policy = tiny.policy("llama")
     policy.tok.clean_up_tokenization_spaces = True
@@ -264,9 +257,7 @@ def test_an_answer_keeps_its_spaces() -> None:
 
 
 @pytest.mark.parametrize(("pad", "padded"), [("<pad>", "ab"), (None, "<pad>a<pad>b")])
-def test_an_answer_shows_its_special_tokens_but_those_that_end_or_pad_it(
-    pad: str | None, padded: str
-) -> None:
+def test_an_answer_shows_its_special_tokens_but_those_that_end_or_pad_it(pad, padded):
     """A thought between special tokens that is not finished is no answer yet."""
     policy = tiny.policy("llama", pad=pad)
     for written, shown in (
@@ -289,9 +280,7 @@ LONGROPE = {
 
 
 @pytest.mark.parametrize("named", ["in the model", "in the parameters"])
-def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(
-    named: str, tmp_path: Path
-) -> None:
+def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(named, tmp_path):
     """Beyond the first set's length one long row would turn all rows of its forward."""
     settings: dict[str, Any] = {**tiny.SHAPE, "eos_token_id": 1, "pad_token_id": 0}
     if named == "in the model":
@@ -306,7 +295,7 @@ def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(
     assert policy.window == 64
     prompt, answer = tuple(range(2, 12)), (5, 6, 7)
 
-    def beside(length: int) -> torch.Tensor:
+    def beside(length):
         """Log-probs of the answer beside a row of so many tokens."""
         long = tuple(7 * i % 90 + 2 for i in range(length - len(prompt)))
         return policy.logprobs([prompt, prompt], [answer, long])[0][0, :3]
@@ -346,15 +335,13 @@ def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(
         ),
     ],
 )
-def test_windows(config: dict[str, Any], window: int | None) -> None:
+def test_windows(config, window):
     if "rope_parameters" in config or "rope_scaling" in config:
         config = {"max_position_embeddings": 9} | config
     assert window_of(config) == window
 
 
-def test_a_step_raises_rewarded_answers_and_survives_saving(
-    policy: Policy, folder: Path, tmp_path: Path
-) -> None:
+def test_a_step_raises_rewarded_answers_and_survives_saving(policy, folder, tmp_path):
     adapter = policy.adapter
     before = logits(policy)
     g = group(policy)
@@ -379,7 +366,7 @@ def test_a_step_raises_rewarded_answers_and_survives_saving(
     assert torch.equal(logits(other), after)
 
 
-def test_the_deployed_policy_samples_without_the_quarantine(policy: Policy) -> None:
+def test_the_deployed_policy_samples_without_the_quarantine(policy):
     tiny.shake(policy.adapter, 0.05)
     prompt, noise = [policy.render(MESSAGES)], torch.Generator
     trained = logits(policy)
@@ -398,7 +385,7 @@ def test_the_deployed_policy_samples_without_the_quarantine(policy: Policy) -> N
     ]
 
 
-def test_the_exported_folder_is_the_deployed_model(policy: Policy, tmp_path: Path) -> None:
+def test_the_exported_folder_is_the_deployed_model(policy, tmp_path):
     tiny.shake(policy.adapter, 0.05)
     with policy.adapter.deployed():
         deployed = logits(policy)
@@ -418,7 +405,7 @@ def test_the_exported_folder_is_the_deployed_model(policy: Policy, tmp_path: Pat
     assert AutoTokenizer.from_pretrained(tmp_path / "m").get_vocab() == policy.tok.get_vocab()
 
 
-def parity_with_base(policy: Policy, folder: Path, texts: list[str]) -> Parity:
+def parity_with_base(policy, folder, texts):
     with torch.no_grad():
         policy.adapter.δS.mul_(-3)
     policy.adapter.merge()
@@ -428,7 +415,7 @@ def parity_with_base(policy: Policy, folder: Path, texts: list[str]) -> Parity:
 # ── loading
 
 
-def test_bf16_runs_every_path(tmp_path: Path) -> None:
+def test_bf16_runs_every_path(tmp_path):
     source = tiny.policy("qwen3")
     source.model.save_pretrained(tmp_path / "base")
     source.tok.save_pretrained(tmp_path / "base")
@@ -442,7 +429,7 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
     assert parity(policy, beside, ["hello"], exact=True).holds
 
 
-def test_which_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_attention(monkeypatch):
     assert attention(LlamaForCausalLM, transformers.LlamaConfig()) == "sdpa"
     # of some versions of transformers
     monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
@@ -450,7 +437,7 @@ def test_which_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert capped == "eager", "sdpa leaves the soft cap out"
 
 
-def test_a_downloaded_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_downloaded_hub_id_is_a_folder(tmp_path, monkeypatch):
     """The hub's cache: models--ORG--NAME/refs/main names the snapshot that holds the files."""
     cache = tmp_path / "models--org--name"
     snapshot = cache / "snapshots" / "abc"
@@ -467,9 +454,7 @@ def test_a_downloaded_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert model_folder("org/other") is None
 
 
-def test_a_model_in_memory_and_one_from_a_folder_are_the_same(
-    folder: Path, policy: Policy, family: str
-) -> None:
+def test_a_model_in_memory_and_one_from_a_folder_are_the_same(folder, policy, family):
     template, pad, eos = CASES[family]
     model = tiny.tiny(family).train()
     model.config.eos_token_id = model.generation_config.eos_token_id = eos

@@ -11,30 +11,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from loguru import logger
 
-from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
+from runs import adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
 from vgrout.config.presets import resolve
 from vgrout.config.run import settings_sha256
 from vgrout.envs.base import Splits
 from vgrout.ground import console, embedded
-from vgrout.ground.data import Task, Ungraded
+from vgrout.ground.data import Ungraded
 from vgrout.ground.io import Refused
 from vgrout.ground.ranks import RankLost
-from vgrout.ground.table import StepRow
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
 from vgrout.loop import grpo, rollout
-from vgrout.loop.loss_metrics import LossMetrics
 from vgrout.model.load import load as weights
 from vgrout.report.load import load
 from vgrout.runs import checkpoint, context
@@ -71,20 +68,20 @@ OF_ITS_OWN = {
 }
 
 
-def flags(intervention: str, *more: str, steps: int = 6) -> list[str]:
+def flags(intervention, *more, steps=6):
     """Everything on: demonstrations, refreshed direction, guard, detectors, a checkpoint each step."""
     refresh = [] if intervention == "none" else ["--vhack-refresh-every", "2"]
     argv = f"smoke --intervention {intervention} --steps {steps} --checkpoint-every 1".split()
     return once([*argv, *TINY, *GUARD, *DETECTORS, *refresh, *more])
 
 
-def bare(intervention: str, *more: str, steps: int = 4) -> list[str]:
+def bare(intervention, *more, steps=4):
     """A checkpoint each step and nothing that watches: these runs take a second or two."""
     argv = f"smoke --intervention {intervention} --steps {steps} --checkpoint-every 1".split()
     return once([*argv, *TINY, "--eval-ablate-every=0", "--guard=off", *more])
 
 
-def adapter_file(path: Path) -> bytes:
+def adapter_file(path):
     """The deployed model, metadata included."""
     return (path / "train.safetensors").read_bytes()
 
@@ -93,7 +90,7 @@ def adapter_file(path: Path) -> bytes:
 # -------------------------------------------------------------------------------------------
 
 
-def state(step: int) -> dict[str, Any]:
+def state(step):
     return {
         "step": step,
         "δS": torch.full((20_000,), float(step)),
@@ -101,13 +98,13 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
-def play(run: RunDir, first: int, last: int) -> None:
+def play(run, first, last):
     for step in range(first, last):
         run.append({"step": step}, [{"step": step}])
         checkpoint.save(run.path, step + 1, state(step), keep=2)
 
 
-def latest(run: Path) -> checkpoint.Checkpoint:
+def latest(run):
     """The newest checkpoint, which is good."""
     passed_over: list[str] = []
     point = next(checkpoint.newest_first(run, passed_over))
@@ -115,7 +112,7 @@ def latest(run: Path) -> checkpoint.Checkpoint:
     return point
 
 
-def require_sound(run: RunDir) -> int:
+def require_sound(run):
     """The newest complete checkpoint verifies without passing any over, and the growing files reach it."""
     point = latest(run.path)
     assert point.state["step"] == point.next_step - 1
@@ -125,11 +122,11 @@ def require_sound(run: RunDir) -> int:
     return point.next_step
 
 
-def die_at(call: int) -> None:
+def die_at(call):
     """SIGKILL on the n-th call that touches the disk during a save."""
     calls = count(1)
 
-    def deadly(real: Any) -> Any:
+    def deadly(real):
         return lambda *a, **kw: (
             os.kill(os.getpid(), signal.SIGKILL) if next(calls) == call else real(*a, **kw)
         )
@@ -169,7 +166,7 @@ def test_kill_before_each_disk_call_of_a_save(tmp_path):
 # ------------------------------------------------------------------------------------------
 
 
-def died(process: subprocess.Popen[str], seconds: float) -> bool:
+def died(process, seconds):
     """Killed after so many seconds; False if it had ended by itself."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         output, _ = process.communicate(timeout=seconds)
@@ -216,7 +213,7 @@ def test_repeated_kills(intervention, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
+def home(tmp_path_factory, shared_run):
     """A folder with a route2 run interrupted after three of four steps, and the pool that it reads."""
     home = shared_run.warm(tmp_path_factory.mktemp("home"))
     shutil.copytree(embedded.POOL_DIR, home / "pool")
@@ -225,7 +222,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Pa
 
 
 @pytest.fixture
-def stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stopped(home, tmp_path, monkeypatch):
     """Its run directory in a copy of that folder, which is the working directory."""
     shutil.copytree(home, tmp_path / "home", symlinks=True)
     monkeypatch.chdir(tmp_path / "home")
@@ -233,14 +230,14 @@ def stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
+def uninterrupted(tmp_path_factory, shared_run):
     """The same run in one go."""
     folder = shared_run.warm(tmp_path_factory.mktemp("uninterrupted"))
     shutil.copytree(embedded.POOL_DIR, folder / "pool")
     return run(folder, *bare("route2", "--teacher-pool-dir", "pool"))
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def refused(capsys, *argv):
     """The line in which the program refuses, before it has loaded a model."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as m:
@@ -253,7 +250,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.err
 
 
-def flip(path: Path, at: float) -> None:
+def flip(path, at):
     data = bytearray(path.read_bytes())
     data[int(at * len(data))] ^= 0x10
     path.write_bytes(bytes(data))
@@ -299,11 +296,11 @@ def test_resume_without_a_good_checkpoint(first, stopped, capsys):
     assert status(stopped) == before, "a refused resume leaves the run as it was"
 
 
-def append(path: Path, text: str) -> None:
+def append(path, text):
     path.write_text(path.read_text() + text)
 
 
-def ended(run: Path, state: str) -> None:
+def ended(run, state):
     (run / "status.json").write_text(json.dumps(status(run) | {"state": state}))
 
 
@@ -369,11 +366,11 @@ def test_resume_from_another_folder(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+def small_disk(tmp_path):
     """Mounts a tmpfs of so many KiB; skips where this process may not."""
     mounted: list[Path] = []
 
-    def mount(kib: int) -> Path:
+    def mount(kib):
         folder = tmp_path / f"disk{len(mounted)}"
         folder.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
@@ -388,7 +385,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(folder: Path, leave: int) -> Path:
+def fill(folder, leave):
     """A file that leaves so many bytes free."""
     ballast, disk = folder / "ballast", os.statvfs(folder)
     # the run may be quicker than we are
@@ -588,7 +585,7 @@ def test_several_sigterms_at_once_are_one_request(monkeypatch):
         # those that are passed over do not put off the next one that counts
         monkeypatch.setattr(context, "ONE_REQUEST_S", 0.3)
 
-        def keeps_asking() -> None:
+        def keeps_asking():
             for _ in range(50):
                 signal.raise_signal(signal.SIGTERM)
                 time.sleep(0.1)
@@ -701,7 +698,7 @@ def test_interrupt_in_the_final_evaluation(tmp_path, monkeypatch):
     """All steps done, the report not: 130, and a resume does the report alone."""
     real = Splits.balanced
 
-    def interrupted(splits: Splits, part: str, n: int) -> list[Task]:
+    def interrupted(splits, part, n):
         if part == "test":
             signal.raise_signal(signal.SIGTERM)
         return real(splits, part, n)
@@ -751,13 +748,13 @@ def test_killed_sandbox_workers_change_no_row(tmp_path):
 # --- the command that an ending prints
 
 
-def interrupted_twice() -> None:
+def interrupted_twice():
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
 
 
-def raising(e: BaseException) -> Callable[[], None]:
-    def ending() -> None:
+def raising(e):
+    def ending():
         raise e
 
     return ending
@@ -776,7 +773,7 @@ ENDINGS: dict[str, tuple[Callable[[], None], int]] = {
 }
 
 
-def printed_command(text: str) -> list[str]:
+def printed_command(text):
     """The arguments of the last `vgrout train …` in a text."""
     command = re.findall(r"vgrout train (.*)", text)[-1]
     return shlex.split(command)
@@ -785,14 +782,12 @@ def printed_command(text: str) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("saved", [False, True], ids=["no checkpoint", "a checkpoint"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_printed_command_goes_on(
-    ending: str, saved: bool, tmp_path: Path, shared_run: SharedRuns, capsys, monkeypatch
-) -> None:
+def test_the_printed_command_goes_on(ending, saved, tmp_path, shared_run, capsys, monkeypatch):
     """Whether or not there is a checkpoint, and in a folder of one's own with a blank in its name."""
     ends, code = ENDINGS[ending]
     record = Recorder.record
 
-    def end_in_second_step(self: Recorder, row: StepRow, *rest: Any) -> None:
+    def end_in_second_step(self, row, *rest):
         if row.step == 1:
             ends()
         record(self, row, *rest)
@@ -827,8 +822,8 @@ def test_the_printed_command_goes_on(
 @pytest.mark.long
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_that_ended_while_it_loaded_is_gone_on_from(
-    killed: bool, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    killed, tmp_path, shared_run, monkeypatch
+):
     """One that was killed has a record, and no status yet."""
     argv = bare("none", steps=3)
     monkeypatch.chdir(shared_run.warm(tmp_path))
@@ -847,11 +842,11 @@ def test_a_run_that_ended_while_it_loaded_is_gone_on_from(
 # ------------------------------------------------------------------------------------------
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
+def poison(monkeypatch, at):
     """One NaN in one row's gradient, on those calls."""
     real, calls = grpo._is_finite, count()
 
-    def poisoned(g: torch.Tensor, metrics: LossMetrics) -> bool:
+    def poisoned(g, metrics):
         if next(calls) in at and len(g):
             g[0, 0] = torch.nan
         return real(g, metrics)
@@ -859,7 +854,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
     monkeypatch.setattr(grpo, "_is_finite", poisoned)
 
 
-def saved_vectors(path: Path, *steps: int) -> Iterator[torch.Tensor]:
+def saved_vectors(path, *steps):
     for step in steps:
         yield torch.load(path / f"resume/step_{step:06d}/state.pt", weights_only=True)["adapter"][
             "delta_S"
@@ -897,9 +892,7 @@ def test_sandbox_failure_drops_only_its_group(tmp_path, monkeypatch):
     """Step 1 loses one group, step 2 all: they are counted with the reason, and nothing is learnt from them."""
     make = rollout.rollout
 
-    def shaky(
-        policy: Any, grader: Any, problems: Any, demos: Any, cfg: Any, step: int, **more: Any
-    ) -> Any:
+    def shaky(policy, grader, problems, demos, cfg, step, **more):
         submit, lost = grader.submit, Future()
         lost.set_result(Ungraded("worker lost 4 times: gone"))
         with monkeypatch.context() as m:

@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from loguru import logger
 import vgrout
 from fake_runs import fake_run
 from quick import first_quick
-from runs import SharedRuns, only_run, status
+from runs import only_run, status
 from vgrout.__main__ import COMMANDS, WHERE
 from vgrout.config.cli import cli_exit
 from vgrout.ground.io import PACKAGE, Refused, fault_text, is_own
@@ -28,14 +27,14 @@ SLIP = "def slip(*_, **__):\n    raise ValueError('slip')\n"
 HERE = f'File "{SLIP_FILE}", line 2, in slip'
 
 
-def slip() -> Callable[..., Any]:
+def slip():
     """A function of this package that has a slip."""
     names: dict[str, Any] = {}
     exec(compile(SLIP, str(SLIP_FILE), "exec"), names)
     return names["slip"]
 
 
-def call(name: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+def call(name, argv, monkeypatch):
     """Exit code of a command in this process."""
     module, _, function = WHERE[name].partition(":")
     monkeypatch.setattr("sys.argv", [name, *argv])
@@ -69,17 +68,17 @@ WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def test_every_command_is_in_the_table() -> None:
+def test_every_command_is_in_the_table():
     assert WITH_A_SLIP.keys() == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_slip_of_ours_shows_file_and_line(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    name,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     Path("answers.jsonl").touch()
     target, argv = WITH_A_SLIP[name]
@@ -93,9 +92,7 @@ def test_a_slip_of_ours_shows_file_and_line(
     assert shown[-1] == "ValueError: slip"
 
 
-def test_a_slip_in_a_settings_class_is_none_of_the_parsers_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slip_in_a_settings_class_is_none_of_the_parsers_errors(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vgrout.commands.evaluate.check", slip())
     assert call("evaluate", ["run"], monkeypatch) == 1
@@ -111,9 +108,7 @@ def test_a_slip_in_a_settings_class_is_none_of_the_parsers_errors(
         (PermissionError(13, "no", "x"), 2, "E x: cannot be opened (no); choose another\n"),
     ],
 )
-def test_what_is_no_fault_is_one_line(
-    raised: BaseException, code: int, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_fault_is_one_line(raised, code, says, capsys):
     names: dict[str, Any] = {"raised": raised}
     exec(compile("def ours():\n    raise raised\n", str(SLIP_FILE), "exec"), names)
     assert cli_exit(names["ours"]) == code
@@ -134,10 +129,8 @@ def test_what_is_no_fault_is_one_line(
     ],
     ids=lambda e: type(e).__name__,
 )
-def test_somebodys_own_code_shows_its_traceback_whatever_it_raises(
-    raised: BaseException, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def theirs() -> int:
+def test_somebodys_own_code_shows_its_traceback_whatever_it_raises(raised, capsys):
+    def theirs():
         raise raised
 
     assert cli_exit(theirs) == 1
@@ -145,14 +138,14 @@ def test_somebodys_own_code_shows_its_traceback_whatever_it_raises(
     assert (title, first.split(",")[0]) == (TITLE, f'  File "{__file__}"')
 
 
-def test_help_still_exits_by_itself() -> None:
+def test_help_still_exits_by_itself():
     names: dict[str, Any] = {}
     exec(compile("def ours():\n    raise SystemExit(0)\n", str(SLIP_FILE), "exec"), names)
     with pytest.raises(SystemExit):
         cli_exit(names["ours"])
 
 
-def test_each_exception_of_a_chain_begins_at_the_first_own_line() -> None:
+def test_each_exception_of_a_chain_begins_at_the_first_own_line():
     names: dict[str, Any] = {}
     lines = """def ours(theirs):
         try:
@@ -162,7 +155,7 @@ def test_each_exception_of_a_chain_begins_at_the_first_own_line() -> None:
     names["Refused"] = Refused
     exec(compile(lines, str(SLIP_FILE), "exec"), names)
 
-    def theirs() -> None:
+    def theirs():
         raise KeyError("\x1b[31mred")
 
     try:
@@ -209,20 +202,20 @@ STARTS = ("flag", "route")
 
 
 @pytest.fixture
-def home(shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(shared_run, tmp_path, monkeypatch):
     """A working directory from which modules are imported."""
     monkeypatch.chdir(shared_run.warm(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
-def begin(*argv: str) -> int:
+def begin(*argv):
     """A run of one step."""
     small = ["--steps=1", "--threads=1", "--n-problems=20", "--eval-ablate-every=0"]
     return train(["smoke", *small, *argv])
 
 
-def own_module(home: Path, text: str, request: pytest.FixtureRequest) -> str:
+def own_module(home, text, request):
     """A module with this text, of a name that no test before it has imported."""
     name = "own_" + re.sub(r"\W", "_", request.node.name)
     (home / f"{name}.py").write_text(text)
@@ -231,11 +224,11 @@ def own_module(home: Path, text: str, request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("case", first_quick(sorted(OWN, key=lambda c: c in STARTS)))
 def test_a_slip_in_a_class_of_ones_own_shows_their_traceback(
-    case: str,
-    home: Path,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    case,
+    home,
+    request,
+    capsys,
+):
     (flag,), text, line, says = OWN[case]
     name = own_module(home, text, request)
     of = [] if flag == "--intervention" else ["--intervention=screen"]
@@ -255,9 +248,7 @@ def test_a_slip_in_a_class_of_ones_own_shows_their_traceback(
 # ── while a run is loading
 
 
-def test_a_fault_while_loading_keeps_folder_and_log(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_while_loading_keeps_folder_and_log(home, monkeypatch, capsys):
     monkeypatch.setattr("vgrout.model.load.load.run_policy", slip())
     assert begin("--intervention=none") == 1
     assert HERE in capsys.readouterr().err
@@ -269,10 +260,8 @@ def test_a_fault_while_loading_keeps_folder_and_log(
     assert HERE in log.read_text()
 
 
-def test_a_refusal_while_loading_removes_folder_and_log(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(_: object) -> None:
+def test_a_refusal_while_loading_removes_folder_and_log(home, monkeypatch, capsys):
+    def refused(_):
         raise Refused("--model x: has no such thing")
 
     monkeypatch.setattr("vgrout.model.load.load.run_policy", refused)
@@ -282,10 +271,8 @@ def test_a_refusal_while_loading_removes_folder_and_log(
     assert not [*home.glob("logs/*")]
 
 
-def test_in_python_a_refusal_is_raised_and_a_fault_is_the_cause(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(_: object) -> None:
+def test_in_python_a_refusal_is_raised_and_a_fault_is_the_cause(home, monkeypatch):
+    def refused(_):
         raise Refused("--model x: has no such thing")
 
     monkeypatch.setattr("vgrout.model.load.load.run_policy", slip())
@@ -314,14 +301,14 @@ def test_in_python_a_refusal_is_raised_and_a_fault_is_the_cause(
     ],
 )
 def test_a_judge_file_shows_where_it_raised(
-    text: str,
-    line: int,
-    code: int,
-    last: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    text,
+    line,
+    code,
+    last,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     fake_run(tmp_path / "runs", "--intervention=none")
     Path("own.py").write_text(text)
@@ -364,15 +351,15 @@ def test_a_judge_file_shows_where_it_raised(
     ),
 )
 def test_a_function_that_is_tried_first_shows_where_it_raised_above_the_line(
-    flag: str,
-    text: str,
-    line: int,
-    says: str,
-    home: Path,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    flag,
+    text,
+    line,
+    says,
+    home,
+    request,
+    monkeypatch,
+    capsys,
+):
     """line 0: nothing of theirs has raised, and one line says it."""
     name = own_module(home, text, request)
     if flag == "--scorer":
@@ -396,7 +383,7 @@ def test_a_function_that_is_tried_first_shows_where_it_raised_above_the_line(
 
 
 @pytest.mark.parametrize("file", ["config/cli.py", "runs/context.py", "runs/launch.py", "api.py"])
-def test_the_command_line_catches_no_fault_but_to_show_it(file: str) -> None:
+def test_the_command_line_catches_no_fault_but_to_show_it(file):
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
     for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)):
         caught = ast.unparse(handler.type) if handler.type else "everything"
@@ -410,7 +397,7 @@ def test_the_command_line_catches_no_fault_but_to_show_it(file: str) -> None:
         assert ast.unparse(case.cls) not in ("ValueError", "Exception"), case.lineno
 
 
-def test_a_library_is_not_somebodys_own() -> None:
+def test_a_library_is_not_somebodys_own():
     assert is_own(__file__)
     for module in (json, os, pytest, vgrout):
         assert not is_own(str(module.__file__)), module.__name__

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,17 +11,17 @@ import pytest
 from fake_runs import STEPS, fake_run, found
 from quick import first_quick
 from vgrout.envs.code.modes import DEALT
-from vgrout.report.figures import MARKERS, Picture, dynamics, pictures, plane
+from vgrout.report.figures import MARKERS, dynamics, pictures, plane
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
 
 
-def drawn(root: Path) -> dict[str, Picture]:
+def drawn(root):
     return {p.name: p for p in pictures(found(root))}
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Path:
+def study(tmp_path):
     for i, seed in enumerate((1, 2)):
         deploy = {"hack_deploy": 0.25, "solve_deploy": 0.5}
         fake_run(tmp_path, NONE, seed=seed, hack=0.7 + 0.1 * i, onset=6 + 2 * i, row=deploy)
@@ -32,7 +31,7 @@ def study(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path) -> None:
+def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study):
     pages = drawn(study)
     assert pages.keys() == {"dynamics", "plane", "flaws", "suppression"}
     assert all(p.figure.png().startswith(b"\x89PNG") for p in pages.values())
@@ -76,7 +75,7 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
 
 
 @pytest.mark.long
-def test_every_panel_of_flaws_has_its_own_rows_and_shades(tmp_path: Path) -> None:
+def test_every_panel_of_flaws_has_its_own_rows_and_shades(tmp_path):
     """A row's label, its numbers and its shade belong together, whatever stands in the next panel."""
     of_pairs = {"erase": "sentinel", "screen": None, "route2": "exit_code"}
     for arm, shown in of_pairs.items():
@@ -114,7 +113,7 @@ def test_every_panel_of_flaws_has_its_own_rows_and_shades(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_many_methods_are_all_drawn_and_told_apart(tmp_path: Path) -> None:
+def test_many_methods_are_all_drawn_and_told_apart(tmp_path):
     rates = [round(0.01 + 0.01 * i, 2) for i in range(len(MARKERS))]
     for rate in rates:
         fake_run(tmp_path, NONE, f"--lr={rate}")
@@ -132,7 +131,7 @@ def test_many_methods_are_all_drawn_and_told_apart(tmp_path: Path) -> None:
     assert len(marks) == len(MARKERS)
 
 
-def test_one_run_is_a_sentence_with_its_numbers_beside_their_marks(tmp_path: Path) -> None:
+def test_one_run_is_a_sentence_with_its_numbers_beside_their_marks(tmp_path):
     rates = {"hack_train": 0.2, "hack_deploy": 0.0, "hack_base": 0.0, "solve_train": 0.7}
     fake_run(tmp_path, ROUTE2, n=384, solve=0.8, **rates)
     picture = dynamics(found(tmp_path))
@@ -150,7 +149,7 @@ def test_one_run_is_a_sentence_with_its_numbers_beside_their_marks(tmp_path: Pat
     assert len(legend.get_texts()) <= 4
 
 
-def test_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
+def test_what_cannot_be_drawn_is_left_out(tmp_path):
     fake_run(tmp_path, ROUTE2, seed=1)
     (path,) = tmp_path.iterdir()
     assert drawn(path).keys() == {"dynamics", "flaws"}
@@ -172,7 +171,7 @@ BACKENDS = (
 )
 
 
-def said_under(backend: str, code: str) -> str:
+def said_under(backend, code):
     """What a process that a notebook starts prints."""
     environment = {**os.environ, "MPLBACKEND": backend}
     done = subprocess.run(
@@ -183,7 +182,7 @@ def said_under(backend: str, code: str) -> str:
 
 
 @pytest.mark.parametrize("named", first_quick(BACKENDS))
-def test_a_notebooks_backend_does_not_matter(named: str) -> None:
+def test_a_notebooks_backend_does_not_matter(named):
     """Not even one that is not installed; and programs that are started from here still find the name."""
     code = (
         "import io, os, vgrout.report.backend; from matplotlib.figure import Figure; "
@@ -194,7 +193,7 @@ def test_a_notebooks_backend_does_not_matter(named: str) -> None:
 
 
 @pytest.mark.long
-def test_the_reports_figures_need_no_backend() -> None:
+def test_the_reports_figures_need_no_backend():
     """pyplot, which alone needs one, is never loaded; a user's own in the same process has the one that they chose."""
     code = (
         "import sys; from vgrout.report.figures import Drawing; "

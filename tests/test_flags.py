@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from runs import SharedRuns, adapter_bytes, once, rows, run
+from runs import adapter_bytes, once, rows, run
 from vgrout import train
 from vgrout.config.presets import flag_names, resolve
 from vgrout.direction.extract import extract, save
@@ -88,7 +88,7 @@ class Held:
     test: str
 
 
-def both(base: list[str], name: str, a: object, b: object) -> Run:
+def both(base, name, a, b):
     return Run(base, f"{name}={a}", f"{name}={b}")
 
 
@@ -227,7 +227,7 @@ FLAGS: dict[str, Run | Held] = {
 }
 
 
-def test_every_flag_has_an_entry() -> None:
+def test_every_flag_has_an_entry():
     assert sorted(FLAGS) == flag_names()
     for name, entry in FLAGS.items():
         if isinstance(entry, Held):
@@ -238,7 +238,7 @@ def test_every_flag_has_an_entry() -> None:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> dict[str, str]:
+def files(tmp_path_factory, shared_run):
     """What entries name in braces."""
     home = tmp_path_factory.mktemp("files")
     # a plan names the model; no weight is read
@@ -280,10 +280,10 @@ def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> d
     }
 
 
-def lines_of(name: str, entry: Run, files: dict[str, str]) -> list[list[str]]:
+def lines_of(name, entry, files):
     """The two command lines."""
 
-    def line(value: str) -> list[str]:
+    def line(value):
         first, *more = value.split(" --")
         given = {"yes": name, "no": f"--no-{name[2:]}"}.get(first, f"{name}={first}")
         return [
@@ -293,7 +293,7 @@ def lines_of(name: str, entry: Run, files: dict[str, str]) -> list[list[str]]:
     return [line(entry.a), line(entry.b)]
 
 
-def seen(path: Path) -> dict[str, Any]:
+def seen(path):
     """A run without its times and its configuration."""
     adapter = hashlib.sha256(adapter_bytes(path)).hexdigest()
     names = sorted(str(f.relative_to(path)) for f in path.rglob("*"))
@@ -303,7 +303,7 @@ def seen(path: Path) -> dict[str, Any]:
     return {"rows": rows(path), "adapter": adapter, "names": names, "answers": answers}
 
 
-def plan(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+def plan(argv, capsys):
     """What --dry-run prints."""
     capsys.readouterr()
     assert train.main(once([*argv, "--dry-run"])) == 0
@@ -311,7 +311,7 @@ def plan(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in lines if not line.startswith(("disk", "time"))]
 
 
-def verdicts(argv: list[str]) -> list[Any]:
+def verdicts(argv):
     cfg = resolve(once(argv))
     guard = HeldOutGuard(cfg.guard)
     out: list[Any] = []
@@ -326,12 +326,12 @@ def verdicts(argv: list[str]) -> list[Any]:
     "name", [name for name, entry in FLAGS.items() if not isinstance(entry, Held)]
 )
 def test_two_values_of_a_flag_make_a_difference(
-    name: str,
-    files: dict[str, str],
-    shared_run: SharedRuns,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name,
+    files,
+    shared_run,
+    capsys,
+    monkeypatch,
+):
     entry = FLAGS[name]
     assert isinstance(entry, Run)
     monkeypatch.syspath_prepend(files["home"])
@@ -347,9 +347,7 @@ def test_two_values_of_a_flag_make_a_difference(
 
 
 @pytest.mark.long
-def test_a_weak_sandbox_is_allowed_by_its_flag(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_weak_sandbox_is_allowed_by_its_flag(tmp_path, monkeypatch, capsys):
     from grading.test_grader import BARE
 
     monkeypatch.chdir(tmp_path)
@@ -362,9 +360,7 @@ def test_a_weak_sandbox_is_allowed_by_its_flag(
 
 
 @pytest.mark.long
-def test_every_column_is_on_the_console_by_its_flag(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_column_is_on_the_console_by_its_flag(tmp_path, capsys):
     """--columns"""
     heads = []
     for columns in ("main", "all"):
@@ -381,7 +377,7 @@ def test_every_column_is_on_the_console_by_its_flag(
 
 
 @pytest.mark.long
-def test_threads_are_torchs(shared_run: SharedRuns, tmp_path: Path) -> None:
+def test_threads_are_torchs(shared_run, tmp_path):
     """--threads"""
     before = torch.get_num_threads()
     try:
@@ -395,12 +391,12 @@ def test_threads_are_torchs(shared_run: SharedRuns, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("given", "own"), [([], "fp32"), (["--dtype=bf16"], "bf16")])
 def test_a_resumed_run_goes_on_in_its_own_dtype(
-    given: list[str],
-    own: str,
-    shared_run: SharedRuns,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    given,
+    own,
+    shared_run,
+    tmp_path,
+    monkeypatch,
+):
     """On a machine where auto means the other one; to the last bit."""
     argv = [*SMALL, *NONE, *given]
     whole, path = shared_run(*argv), shared_run.copy(shared_run(*argv, stop_after=0), tmp_path)
@@ -420,11 +416,11 @@ def test_a_resumed_run_goes_on_in_its_own_dtype(
 
 @pytest.mark.long
 def test_a_change_that_rounding_swallows_is_a_warning_once(
-    tmp_path: Path,
-    shared_run: SharedRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    shared_run,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setattr(SvdAdapter, "realised_share", lambda _: 0.3)
     shared_run.warm(tmp_path)
     run(tmp_path, *SMALL, *NONE)
@@ -434,13 +430,13 @@ def test_a_change_that_rounding_swallows_is_a_warning_once(
 @pytest.mark.long
 @pytest.mark.parametrize(("apart", "warned"), [(2.0, 1), (-2.0, 0)])
 def test_a_direction_that_hardly_separates_is_a_warning_once(
-    apart: float,
-    warned: int,
-    tmp_path: Path,
-    shared_run: SharedRuns,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    apart,
+    warned,
+    tmp_path,
+    shared_run,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setattr(recorder, "SETTLED", 0)
     monkeypatch.setattr(recorder, "APART", apart)
     shared_run.warm(tmp_path)
@@ -449,9 +445,7 @@ def test_a_direction_that_hardly_separates_is_a_warning_once(
 
 
 @pytest.mark.long
-def test_a_detector_of_reward_hacking_halts_by_its_flag(
-    shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_detector_of_reward_hacking_halts_by_its_flag(shared_run, tmp_path, monkeypatch):
     """--reward-hack-halt"""
     monkeypatch.setattr(
         Level, "update", lambda *_: DetectorReading("HACK", 1.0, "as the test says")

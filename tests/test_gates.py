@@ -221,7 +221,7 @@ def test_where_no_module_has_a_threshold_known_hacks_are_flagged_all_the_same():
     assert scores(routed(method, everything)) == [1.0] * 4
 
 
-def test_a_rollout_without_a_gradient_moves_no_mean() -> None:
+def test_a_rollout_without_a_gradient_moves_no_mean():
     """Its reward is its group's mean. It has no cosine, and one NaN would stay in the running means for good."""
     method = toy("route2", gate_modules="all", gate_vote="module")
     g = rows(8, 3, (2, 3, 7))
@@ -233,7 +233,7 @@ def test_a_rollout_without_a_gradient_moves_no_mean() -> None:
     assert gate.gate.tau.isfinite().all()
 
 
-def test_resid_is_the_cosine_of_what_is_kept_with_v() -> None:
+def test_resid_is_the_cosine_of_what_is_kept_with_v():
     method = toy("route2", gate_modules="all", gate_vote="module")
     got = routed(method, (rows(8, 3, (2, 3, 7)), group(8, 1)))
     assert method.direction is not None
@@ -244,7 +244,7 @@ def test_resid_is_the_cosine_of_what_is_kept_with_v() -> None:
     assert got.diag.resid == pytest.approx(sum(want) / len(want), abs=1e-5)
 
 
-def test_flags_are_asked_for_where_there_is_a_signal() -> None:
+def test_flags_are_asked_for_where_there_is_a_signal():
     of = batch(same=True)
     assert of.with_signal == tuple(group for group in of.groups if len(set(group.rewards)) > 1)
     assert len(of.with_signal) < len(of.groups)

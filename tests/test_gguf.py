@@ -19,15 +19,13 @@ Made = tuple[Path, LlamaForCausalLM, Tokenizer]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory):
     core = bpe()
     model = llama(core.get_vocab_size())
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model, core), model, core
 
 
-def test_the_converted_model_is_the_same(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_converted_model_is_the_same(made, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     file, model, core = made
     with pytest.raises(Refused, match=r"`vgrout download gguf .*tiny\.gguf` makes one of it"):
@@ -62,9 +60,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", first_quick(DAMAGED))
-def test_what_is_no_whole_model_is_refused_in_one_line(
-    damage: str, made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_whole_model_is_refused_in_one_line(damage, made, tmp_path, capsys):
     file = Path(shutil.copy(made[0], tmp_path / "bad.gguf"))
     change, says = DAMAGED[damage]
     if change is None:
@@ -78,9 +74,7 @@ def test_what_is_no_whole_model_is_refused_in_one_line(
     assert not [*(tmp_path / "models").iterdir()], "nothing half made is left"
 
 
-def test_without_the_package_one_line_names_it(
-    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_one_line_names_it(made, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     assert download(["gguf", str(made[0])]) == 2
     assert "gguf is not installed: `uv sync --extra gguf`" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from vgrout.config.presets import resolve
 from vgrout.ground import machine
 from vgrout.ground.machine import free_bytes, visible
 from vgrout.runs import plan as run_plan
-from vgrout.sweep.workers import Local, Process
+from vgrout.sweep.workers import Local
 
 EIGHT = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}{i}{i}a)\n" for i in range(8))
 MIG = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-000a)
@@ -25,7 +24,7 @@ MIG = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-000a)
 
 
 @pytest.fixture
-def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
+def cards(tmp_path, monkeypatch):
     """Sets what this machine's nvidia-smi lists."""
     client = tmp_path / "bin" / "nvidia-smi"
     client.parent.mkdir()
@@ -85,7 +84,7 @@ def test_a_plan_is_made_for_what_a_run_may_use(allowed, device, dtype, cards, mo
     assert (run_plan.device_of(cfg), run_plan.dtype_of(cfg)) == (device, dtype)
 
 
-def started(local: Local, folder: Path, name: str) -> Process:
+def started(local, folder, name):
     """A process that says what it sees, and ends once the file `end NAME` is there."""
     entry: Any = SimpleNamespace(
         argv=[sys.executable, "-c", NOTE, str(folder / name), str(folder / f"end {name}")]

@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from vgrout.envs import base
 from vgrout.envs.base import Splits
 from vgrout.envs.code import problems
 from vgrout.envs.code.grading import check
-from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground import embedded, io
 from vgrout.ground.data import Ungraded
@@ -32,15 +30,15 @@ Counted = Callable[..., Counter[str]]
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+def counted(monkeypatch):
     """Counts the calls of functions, given as (module, name)."""
 
-    def begin(*named: tuple[Any, str]) -> Counter[str]:
+    def begin(*named):
         calls: Counter[str] = Counter()
         for module, name in named:
             real = getattr(module, name)
 
-            def calling(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+            def calling(*args, real=real, name=name, **kwargs):
                 calls[name] += 1
                 return real(*args, **kwargs)
 
@@ -64,7 +62,7 @@ steps = [60, 61]
 """
 
 
-def test_different_jobs_read_and_check_a_file_once(here: Path, counted: Counted) -> None:
+def test_different_jobs_read_and_check_a_file_once(here, counted):
     study = Path("study.toml")
     study.write_text(STUDY)
     of_files = counted(
@@ -77,12 +75,12 @@ def test_different_jobs_read_and_check_a_file_once(here: Path, counted: Counted)
     assert of_files == {"numbered_lines": 1, "file_sha256": organism, "safetensors_head": 1}
 
 
-def test_outside_a_study_every_read_is_a_new_one(tmp_path: Path) -> None:
+def test_outside_a_study_every_read_is_a_new_one(tmp_path):
     """A file may have changed meanwhile; and a refusal is never kept."""
     path, calls = tmp_path / "a", list[str]()
 
     @once
-    def read(path: Path, word: str = "") -> str:
+    def read(path, word=""):
         calls.append(word)
         if not path.exists():
             raise Refused(f"{path}: not there")
@@ -106,7 +104,7 @@ def test_outside_a_study_every_read_is_a_new_one(tmp_path: Path) -> None:
 # ── the rows of a problem file
 
 
-def test_a_file_is_read_line_by_line(tmp_path: Path, counted: Counted) -> None:
+def test_a_file_is_read_line_by_line(tmp_path, counted):
     path = tmp_path / "rows.jsonl"
     path.write_text("\ufeff" + "".join(f'{{"id": {i}}}\r\n\n' for i in range(50)))
     calls = counted((io, "from_json"), (io, "read_text"))
@@ -116,7 +114,7 @@ def test_a_file_is_read_line_by_line(tmp_path: Path, counted: Counted) -> None:
     assert [where.rpartition(" ")[2] for where, _ in lines] == [str(n) for n in range(3, 100, 2)]
 
 
-def test_an_epochs_order_is_drawn_once(counted: Counted) -> None:
+def test_an_epochs_order_is_drawn_once(counted):
     tasks = tuple(load_problems(embedded.PROBLEMS)[:20])
     splits = Splits(tasks, (), (), 0, {})
     base._order.cache_clear()
@@ -131,25 +129,25 @@ class SlowGrader:
 
     workers = 2
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.waiting = self.most = 0
 
-    def submit_code(self, problem: Problem, code: str) -> Any:
+    def submit_code(self, problem, code):
         self.waiting += 1
         self.most = max(self.most, self.waiting)
         return self
 
-    def result(self) -> Ungraded:
+    def result(self):
         self.waiting -= 1
         return Ungraded("none")
 
 
 @pytest.mark.parametrize("tries", [check.check_problems, check.check_flaws])
-def test_a_few_answers_wait_at_a_time(tries: Callable[..., Any]) -> None:
+def test_a_few_answers_wait_at_a_time(tries):
     problems = load_problems(embedded.PROBLEMS)[:200]
     grader, begun = SlowGrader(), list[int]()
 
-    def track(problems: list[Problem]) -> Any:
+    def track(problems):
         for problem in problems:
             begun.append(problem.id)
             yield problem
@@ -167,7 +165,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden/none.json").read_text())
 ROW = GOLDEN["rows"][0] | dict.fromkeys(SECONDS, 0.5)
 
 
-def test_a_save_on_the_way_has_the_last_rows_alone(counted: Counted) -> None:
+def test_a_save_on_the_way_has_the_last_rows_alone(counted):
     """However many there are."""
     rows = [StepRow.from_json(ROW | {"step": step}) for step in range(1500)]
     calls = counted((StepRow, "as_json"))
@@ -178,13 +176,13 @@ def test_a_save_on_the_way_has_the_last_rows_alone(counted: Counted) -> None:
     assert [row["step"] for row in kept] == [*range(1500 - len(kept), 1500)]
 
 
-def _bytes_read() -> int:
+def _bytes_read():
     """What this process has read so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts reads as Linux does")
-def test_a_resume_does_not_read_a_long_log_of_answers(tmp_path: Path) -> None:
+def test_a_resume_does_not_read_a_long_log_of_answers(tmp_path):
     size, steps = 5 * 10**9, 30
     lines = "".join(json.dumps(ROW | {"step": step}) + "\n" for step in range(steps))
     (tmp_path / "steps.jsonl").write_text(lines)

@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
 from torch.func import functional_call
 
 import tiny
@@ -15,13 +14,12 @@ from tiny import relative, shake, step_of
 from vgrout.config.run import Config
 from vgrout.config.settings import LossConfig, LossName, Sampling, ScaleConfig
 from vgrout.envs.code.modes import Problem
-from vgrout.ground.data import CachedGrade, Completion, Group, Rollout
+from vgrout.ground.data import CachedGrade, Group, Rollout
 from vgrout.loop.grpo import policy_gradients
 from vgrout.loop.loss_metrics import LossMetrics
 from vgrout.loop.micro_batches import as_batch, micro_batches, prompts_apart
 from vgrout.model import logprobs
 from vgrout.model.logprobs import collate, completion_logprobs
-from vgrout.model.policy import Policy
 from vgrout.model.sampling.sampler import sample
 from vgrout.model.svd_adapter import SvdAdapter
 
@@ -34,22 +32,22 @@ TEACHES: Any = {"teacher_tau": 0.5, "teacher_model": "t"}
 
 
 @pytest.fixture
-def policy() -> Policy:
+def policy():
     policy = tiny.policy()
     shake(policy.adapter, 0.05)
     return policy
 
 
-def answers(policy: Policy, n: int, seed: int) -> list[list[Completion]]:
+def answers(policy, n, seed):
     return sample(policy, PROMPTS, n, Sampling(), MAX_NEW, torch.Generator().manual_seed(seed))
 
 
-def written(prompt: tuple[int, ...], ids: tuple[int, ...], source: Any = "student") -> Rollout:
+def written(prompt, ids, source="student"):
     """An answer that was not sampled here."""
     return Rollout(PROBLEM, source, False, prompt, ids, "", True)
 
 
-def group(rollouts: list[Rollout], rewards: Any) -> Group:
+def group(rollouts, rewards):
     return Group(
         PROBLEM,
         tuple(rollouts),
@@ -57,7 +55,7 @@ def group(rollouts: list[Rollout], rewards: Any) -> Group:
     )
 
 
-def groups(policy: Policy) -> list[Group]:
+def groups(policy):
     """Two groups: two students of the trained model, one of the deployed one, and a teacher."""
     trained = answers(policy, 2, 0)
     with policy.adapter.deployed():
@@ -75,25 +73,23 @@ def groups(policy: Policy) -> list[Group]:
     ]
 
 
-def config(max_new: int = MAX_NEW, **loss: Any) -> Config:
+def config(max_new=MAX_NEW, **loss):
     return Config(
         loss=LossConfig(**loss), scale=replace(ScaleConfig(), max_new=max_new, prompts_per_step=P)
     )
 
 
-def run(
-    policy: Policy, of: list[Group], cfg: Config | None = None, row: Any = "rollout", **how: Any
-) -> tuple[Tensor, LossMetrics]:
+def run(policy, of, cfg=None, row="rollout", **how):
     made = policy_gradients(policy, step_of(of, row), cfg or config(), **how)
     return made.g, made.metrics
 
 
-def within(policy: Policy, tokens: int) -> Policy:
+def within(policy, tokens):
     """The same with so many tokens in a forward."""
     return replace(policy, budget=replace(policy.budget, tokens=tokens))
 
 
-def textbook(policy: Policy, of: Group, b: int, β: float = 0.0) -> Tensor:
+def textbook(policy, of, b, β=0.0):
     """∂/∂δS of one rollout's Dr. GRPO loss, token by token, through an explicit W + U diag(δ) Vh and plain logits."""
     adapter, r = policy.adapter, of.rollouts[b]
     δ = (adapter.δS + (0 if r.deployed else adapter.δS_hack)).detach().clone().requires_grad_()
@@ -163,7 +159,7 @@ def test_nothing_is_learnt_where_something_is_not_finite(policy):
 # ── rollouts in a forward: padded, packed, with shared prompts
 
 
-def long_group(n: int = 6, T: int = 40) -> Group:
+def long_group(n=6, T=40):
     """Enough tokens for a gradient row that the weight's gradient is formed first; one answer is a single token."""
     noise = torch.Generator().manual_seed(2)
     texts = [
@@ -172,7 +168,7 @@ def long_group(n: int = 6, T: int = 40) -> Group:
     return group([written(PROMPTS[1], ids) for ids in texts], [float(b % 3) for b in range(n)])
 
 
-def branching_group() -> Group:
+def branching_group():
     """Answers that begin alike, some of them equal, one the beginning of another; equal ones of two advantages."""
     texts = [
         (7, 8, 9, 1),
@@ -191,13 +187,13 @@ def branching_group() -> Group:
     return group(rollouts, [3.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0, 2.0, 3.0])
 
 
-def alike_group() -> Group:
+def alike_group():
     """Answers that begin with the same nine tokens: enough for a model of two blocks to read them with the prompt."""
     texts = [(8, 9, 3) * 3 + end for end in ((4, 1), (5, 6, 7, 1), (4, 4, 1))]
     return group([written(PROMPTS[1], ids) for ids in texts], [3.0, 0.0, 1.0])
 
 
-def forward_tokens(policy: Policy, of: list[Group], row: str = "rollout") -> list[int]:
+def forward_tokens(policy, of, row="rollout"):
     """Tokens in each forward."""
     seen: list[int] = []
     handle = logprobs.backbone(policy.model).register_forward_pre_hook(

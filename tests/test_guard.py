@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ import tiny
 from methods import graded, problem
 from runs import run, status
 from vgrout.config.presets import PRESETS, resolve
-from vgrout.config.run import Config
 from vgrout.config.settings import RULES, GuardConfig, blind, breakable, evaluations
 from vgrout.ground.data import Completion, Rollout
 from vgrout.ground.io import Refused
@@ -32,7 +30,6 @@ from vgrout.guard.guard import Guard, Observed
 from vgrout.guard.kill_switch import (
     CollapseStopError,
     HeldOutGuard,
-    TripwireStatus,
     kl_token_trust_filter,
     standard_error,
 )
@@ -45,21 +42,17 @@ SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
 ANSWERS = st.sampled_from([None, 100])
 
 
-def config(**changes: Any) -> GuardConfig:
+def config(**changes):
     """No warm-up."""
     settings: dict[str, Any] = {"guard_warmup": 0} | changes
     return GuardConfig(**settings)
 
 
-def play(
-    guard: HeldOutGuard, series: list[tuple[float, float]], n: int | None = None
-) -> list[TripwireStatus]:
+def play(guard, series, n=None):
     return [guard.update(i, proxy, held, n=n) for i, (proxy, held) in enumerate(series)]
 
 
-def fired_at(
-    guard: HeldOutGuard, series: list[tuple[float, float]], n: int | None = None
-) -> int | None:
+def fired_at(guard, series, n=None):
     return next((v.round_idx for v in play(guard, series, n) if v.fire), None)
 
 
@@ -72,12 +65,12 @@ class Published:
 
     alpha, eps, kl_hard_stop, patience = 0.9, 1e-4, 0.08, 3
 
-    def __init__(self, min_steps: int, max_proxy_real_gap: float) -> None:
+    def __init__(self, min_steps, max_proxy_real_gap):
         self.min_steps, self.gap_limit = min_steps, max_proxy_real_gap
         self.updates = self.streak = 0
         self.reason, self.ema, self.base = "", {}, {}
 
-    def update(self, in_loop_reward: float, heldout_score: float, kl_to_init: float | None) -> str:
+    def update(self, in_loop_reward, heldout_score, kl_to_init):
         before = dict(self.ema)
         given = {"in_loop": in_loop_reward, "heldout": heldout_score, "kl": kl_to_init}
         for name, x in given.items():
@@ -100,17 +93,17 @@ class Published:
                 self.reason = "gap"
         return self.reason
 
-    def proxy_real_gap(self) -> float:
+    def proxy_real_gap(self):
         in_loop, heldout = (self.ema[name] - self.base[name] for name in ("in_loop", "heldout"))
         return in_loop - heldout
 
 
 @pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
-def test_equals_the_published_rule_on_random_series(n: int) -> None:
+def test_equals_the_published_rule_on_random_series(n):
     """Random walks of the three numbers: the same verdict, by the same rule, at every update."""
     rng = random.Random(0)
 
-    def walk() -> list[tuple[float, float, float]]:
+    def walk():
         drift, moves = [rng.gauss(0, 0.004) for _ in range(2)], rng.choice([0.0, 0.004])
         x, out = [rng.uniform(0.2, 0.8), rng.uniform(0.2, 0.8)], []
         for i in range(60):
@@ -143,7 +136,7 @@ def test_equals_the_published_rule_on_random_series(n: int) -> None:
     assert {*fired} == {"", "kl", "streak", "gap"}, "every rule and none"
 
 
-def test_rules_latch_apart() -> None:
+def test_rules_latch_apart():
     """A KL above its limit does not hide a later gap: a run may halt on one of them alone."""
     guard = HeldOutGuard(config())
     for i in range(12):
@@ -166,7 +159,7 @@ def test_rules_latch_apart() -> None:
 @pytest.mark.parametrize(
     "name", ["in_loop_reward", "heldout_score", "kl_to_init", "entropy", "reward_std"]
 )
-def test_nonfinite_fires_even_in_the_warm_up(name: str, bad: float) -> None:
+def test_nonfinite_fires_even_in_the_warm_up(name, bad):
     guard = HeldOutGuard(config(guard_warmup=1000))
     guard.update(0, 0.5, 0.5, 0.01)
     values: dict[str, Any] = {"in_loop_reward": 0.5, "heldout_score": 0.5, "kl_to_init": 0.01} | {
@@ -182,7 +175,7 @@ def test_nonfinite_fires_even_in_the_warm_up(name: str, bad: float) -> None:
     assert after.kl_ema == pytest.approx(0.01)
 
 
-def test_baseline_is_the_mean_of_the_first_evaluations() -> None:
+def test_baseline_is_the_mean_of_the_first_evaluations():
     """With one evaluation as baseline, an unlucky one would stay a gap."""
     unlucky = [(0.5, 0.75), (0.5, 0.25)] + [(0.5, 0.5)] * 40
     assert fired_at(HeldOutGuard(config()), unlucky) is not None
@@ -191,7 +184,7 @@ def test_baseline_is_the_mean_of_the_first_evaluations() -> None:
     assert guard.proxy_real_gap() == pytest.approx(0)
 
 
-def test_a_fall_of_a_share_lies_beyond_chance() -> None:
+def test_a_fall_of_a_share_lies_beyond_chance():
     """Falls of 0.01 at n = 100 (standard error 0.05) while in-loop rises slowly may be chance."""
     series = [(0.30 + 0.005 * i, 0.50 - 0.01 * i) for i in range(6)]
     real = [(0.3, 0.6), *[(0.5 + 0.1 * i, 0.3) for i in range(5)]]
@@ -204,7 +197,7 @@ def test_a_fall_of_a_share_lies_beyond_chance() -> None:
     ("preset", "every", "warmup", "first"),
     [("fast", 5, 20, 20), ("mini", 7, 20, 21), ("smoke", 25, 20, 25), ("mini", 5, 0, 5)],
 )
-def test_the_trainers_warm_up_is_in_steps(preset: str, every: int, warmup: int, first: int) -> None:
+def test_the_trainers_warm_up_is_in_steps(preset, every, warmup, first):
     """The class counts updates, of which a run of `fast` has 12: the trainer says which of them is the first."""
     cfg = resolve(
         [
@@ -227,7 +220,7 @@ def test_the_trainers_warm_up_is_in_steps(preset: str, every: int, warmup: int, 
 
 
 @given(SERIES, ANSWERS)
-def test_once_fired_always_fired(series: list[tuple[float, float]], n: int | None) -> None:
+def test_once_fired_always_fired(series, n):
     guard = HeldOutGuard(config())
     verdicts = play(guard, series, n)
     fires = [v.fire for v in verdicts]
@@ -241,9 +234,7 @@ def test_once_fired_always_fired(series: list[tuple[float, float]], n: int | Non
 
 
 @given(SERIES, ANSWERS, st.integers(0, 60))
-def test_resume_anywhere_changes_nothing(
-    series: list[tuple[float, float]], n: int | None, cut: int
-) -> None:
+def test_resume_anywhere_changes_nothing(series, n, cut):
     whole = play(HeldOutGuard(min_steps=3, baseline=2), series, n)
     first, second = HeldOutGuard(min_steps=3, baseline=2), HeldOutGuard(min_steps=3, baseline=2)
     play(first, series[:cut], n)
@@ -257,7 +248,7 @@ def test_resume_anywhere_changes_nothing(
 # --------------------------------------------------------------------------------------------------------
 
 
-def test_rewards_on_any_scale_and_without_a_count_of_answers() -> None:
+def test_rewards_on_any_scale_and_without_a_count_of_answers():
     guard = HeldOutGuard(kl_hard_stop=0.5, guard_warmup=0)
     assert guard.last_status() is None
     guard.raise_if_fired()
@@ -271,7 +262,7 @@ def test_rewards_on_any_scale_and_without_a_count_of_answers() -> None:
     assert stop.value.status == guard.last_status()
 
 
-def test_tokens_that_moved_too_far_are_not_trusted() -> None:
+def test_tokens_that_moved_too_far_are_not_trusted():
     """½ · (log-ratio)² in, True for a token to mask out: of numbers, tensors, and NaN."""
     moved = torch.tensor([0.0, 0.39, -0.39, 0.41, -5.0, math.nan])
     assert kl_token_trust_filter(0.5 * moved**2).tolist() == [False, False, False, True, True, True]
@@ -279,14 +270,14 @@ def test_tokens_that_moved_too_far_are_not_trusted() -> None:
     assert kl_token_trust_filter(0.05, threshold=0.04) is True
 
 
-def test_entropy_and_spread_can_be_read() -> None:
+def test_entropy_and_spread_can_be_read():
     guard = HeldOutGuard(config())
     guard.update(0, 0.5, 0.5, entropy=1.0, reward_std=2.0)
     status = guard.update(1, 0.5, 0.5, entropy=0.0)
     assert (status.entropy_ema, status.reward_std_ema) == (pytest.approx(0.9), 2.0)
 
 
-def test_calibration_only_tightens() -> None:
+def test_calibration_only_tightens():
     guard = HeldOutGuard()
     assert guard.calibrate_kl_threshold([0.01, 0.02]) == pytest.approx(0.045)
     assert guard.calibrate_kl_threshold([1.0]) == pytest.approx(0.045)
@@ -310,7 +301,7 @@ NUMBERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_a_state_is_plain_numbers_whatever_was_given(kind: str) -> None:
+def test_a_state_is_plain_numbers_whatever_was_given(kind):
     make = NUMBERS[kind]
     guard = HeldOutGuard(min_steps=np.int64(1), kl_hard_stop=make(0.5), ema_alpha=make(0.5))
     for i in range(6):
@@ -329,7 +320,7 @@ def test_a_state_is_plain_numbers_whatever_was_given(kind: str) -> None:
     assert json.loads(json.dumps(guard.state_dict()))["kl_hard_stop"] == guard.kl_hard_stop == 0.75
 
 
-def test_the_names_it_was_published_with() -> None:
+def test_the_names_it_was_published_with():
     guard = HeldOutGuard(rise_eps=0.25)
     assert guard.rise_eps == 0.25
     assert guard.update(7, 0.5, 0.5).step == 7
@@ -339,7 +330,7 @@ def test_the_names_it_was_published_with() -> None:
 
 
 @pytest.mark.parametrize("bad", ["much", None, [0.5, 0.5], np.zeros(2), torch.zeros(2), 1j])
-def test_what_is_no_number_is_named(bad: Any) -> None:
+def test_what_is_no_number_is_named(bad):
     guard = HeldOutGuard()
     with pytest.raises(ValueError, match="in_loop_reward"):
         guard.update(0, bad, 0.5)
@@ -373,14 +364,14 @@ MISUSE: list[tuple[Callable[[HeldOutGuard], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "says"), MISUSE)
-def test_misuse_is_refused(call: Callable[[HeldOutGuard], object], says: str) -> None:
+def test_misuse_is_refused(call, says):
     guard = HeldOutGuard()
     with pytest.raises((ValueError, TypeError), match=says):
         call(guard)
     assert guard.kl_hard_stop == 0.08
 
 
-def test_blind_guards() -> None:
+def test_blind_guards():
     cfg = GuardConfig()
     assert blind(cfg, 60, 5) is None
     assert blind(cfg, 20, 5) is None
@@ -402,9 +393,7 @@ def test_blind_guards() -> None:
     st.integers(1, 5),
     st.sampled_from([0.01, 0.1, 0.7, 1.5]),
 )
-def test_a_guard_fires_unless_it_is_blind(
-    steps: int, every: int, warmup: int, baseline: int, limit: float
-) -> None:
+def test_a_guard_fires_unless_it_is_blind(steps, every, warmup, baseline, limit):
     """On the worst series of shares, a guard fires exactly if it is not blind."""
     cfg = GuardConfig(guard_warmup=warmup, max_proxy_real_gap=limit)
     guard = HeldOutGuard(cfg, cfg.first_update(steps, every), baseline)
@@ -420,7 +409,7 @@ def test_a_guard_fires_unless_it_is_blind(
     st.sampled_from([0.0, 1e-4, 0.01, 0.05, 0.099, 0.1, 0.3, 0.9]),
     st.sampled_from([0.0, 0.5, 0.9, 0.99]),
 )
-def test_a_streak_that_can_be_is_seen(patience: int, rise_eps: float, ema_alpha: float) -> None:
+def test_a_streak_that_can_be_is_seen(patience, rise_eps, ema_alpha):
     """Held-out falls, and in-loop rises, by a hair more than counts; the last time by all that there is."""
     cfg = config(
         decline_patience=patience,
@@ -451,7 +440,7 @@ BREAKS: dict[str, list[tuple[float, float, float]]] = {
 
 @pytest.mark.parametrize("rule", [*RULES, "not_finite"])
 @pytest.mark.parametrize("n", [None, 64])
-def test_every_rule_can_be_broken(rule: str, n: int | None) -> None:
+def test_every_rule_can_be_broken(rule, n):
     guard = HeldOutGuard(config(), baseline=2)
     for i, (in_loop, held_out, kl) in enumerate(BREAKS[rule]):
         guard.update(i, in_loop, held_out, kl, n=n)
@@ -460,13 +449,13 @@ def test_every_rule_can_be_broken(rule: str, n: int | None) -> None:
 
 @pytest.mark.parametrize("intervention", ["none", "route2"])
 @pytest.mark.parametrize("preset", ["mini", "fast"])
-def test_only_a_halt_that_was_asked_for_is_refused(preset: str, intervention: str) -> None:
+def test_only_a_halt_that_was_asked_for_is_refused(preset, intervention):
     """Every short run starts. Where the preset's halt could not be, the guard logs, and the plan says so."""
     usual = PRESETS[preset][1]
     method = replace(usual.method, intervention=intervention)
     halts = preset in ("fast", "full") and intervention != "none"
 
-    def made(steps: int, every: int, guard: str | None) -> Config:
+    def made(steps, every, guard):
         return replace(
             usual,
             method=method,
@@ -495,13 +484,13 @@ def test_only_a_halt_that_was_asked_for_is_refused(preset: str, intervention: st
 
 
 @pytest.mark.parametrize("flags", ["--steps=10", "--eval-ablate-every=0", "--eval-ablate-every=50"])
-def test_short_runs_as_they_are_typed(flags: str) -> None:
+def test_short_runs_as_they_are_typed(flags):
     assert "only logs" in guard_line(resolve(["fast", "--intervention=route2", flags]))
     assert "only logs" in guard_line(resolve(["full", "--guard-halt-on="]))
 
 
 @pytest.mark.parametrize(("flags", "counts"), [("", True), ("--control=no_loophole", False)])
-def test_in_loop_counts_what_training_rewards_in_full(flags: str, counts: bool) -> None:
+def test_in_loop_counts_what_training_rewards_in_full(flags, counts):
     hack = graded(3.5, hacks=True)
     assert training_reward(resolve(["smoke", *flags.split()]), hack).passed is counts
     assert training_reward(resolve(["smoke", *flags.split()]), replace(hack, solved=True)).passed
@@ -515,11 +504,11 @@ def test_in_loop_counts_what_training_rewards_in_full(flags: str, counts: bool) 
 # ----------------------------------------------------------------------------------------
 
 
-def watching(*flags: str) -> Guard:
+def watching(*flags):
     return Guard(resolve(["smoke", "--intervention=none", *flags]), tiny.policy(), [])
 
 
-def test_a_detector_that_never_said_anything_is_named() -> None:
+def test_a_detector_that_never_said_anything_is_named():
     """Only where it may halt the run, and only until it has said something."""
     name, why = "advantage", DetectorReading("UNDEFINED", None, "needs 10 steps with groups")
     row: Any = SimpleNamespace(step=0)  # all that a note reads of a row
@@ -534,7 +523,7 @@ def test_a_detector_that_never_said_anything_is_named() -> None:
         assert guard.silent() == ""
 
 
-def test_a_base_policy_whose_answers_are_all_alike_has_no_unit_of_csi() -> None:
+def test_a_base_policy_whose_answers_are_all_alike_has_no_unit_of_csi():
     guard = watching("--reward-hack-detector=info_rm")
     guard.base.reference = ReferenceStats(torch.ones(64, 8))
     assert guard.base.reference.base_csi == 0
@@ -543,9 +532,7 @@ def test_a_base_policy_whose_answers_are_all_alike_has_no_unit_of_csi() -> None:
 
 
 @pytest.mark.long
-def test_a_short_run_of_fast_starts_and_warns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_short_run_of_fast_starts_and_warns(tmp_path, capsys):
     organism = [f"--{name}=organism" for name in ("model", "problems", "teacher-pool-dir")]
     path = run(
         tmp_path,
@@ -562,7 +549,7 @@ def test_a_short_run_of_fast_starts_and_warns(
 @pytest.mark.parametrize(
     ("arm", "proxies"), [("none", [1.0, 0.0]), ("route2", [0.3, 0.3])], ids=["training", "deployed"]
 )
-def test_what_the_kill_switch_compares(arm: str, proxies: list[float]) -> None:
+def test_what_the_kill_switch_compares(arm, proxies):
     """Held-out solves of the deployed model with its rewards, if it is another than the one in training; else with the
     step's rewards."""
     guard = Guard(resolve(["smoke", f"--intervention={arm}", "--guard=log"]), tiny.policy(), [])
@@ -578,7 +565,7 @@ def test_what_the_kill_switch_compares(arm: str, proxies: list[float]) -> None:
     assert guard.kill_switch.last_status().entropy_ema == 0.5
 
 
-def test_the_error_of_a_share_is_never_0() -> None:
+def test_the_error_of_a_share_is_never_0():
     assert standard_error(0.5, 100) == pytest.approx(0.05)
     assert standard_error(0.0, 100) == pytest.approx((1 / 102 * 101 / 102 / 100) ** 0.5)
     assert standard_error(1.0, 100) == pytest.approx(standard_error(0.0, 100))

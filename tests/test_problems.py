@@ -411,7 +411,7 @@ PIECES = st.sampled_from([*"()[]{}:'\"\\\n0.= -#", "\0", ", ", "\ud800"])
 
 
 @st.composite
-def assertions(draw: st.DrawFn) -> str:
+def assertions(draw):
     """A test like those of a problem file, often with something changed in it."""
     arguments = draw(st.lists(VALUES, max_size=3))
     named = [f"{draw(WORDS)} = {value}" for value in draw(st.lists(VALUES, max_size=3))]

@@ -1,12 +1,11 @@
 """Tiny random models of several families, for tests only."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -22,10 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from vgrout.ground.data import Batch, Group, UpdateRow
+from vgrout.ground.data import Batch, UpdateRow
 from vgrout.model.load.load import adapted, as_language_model
-from vgrout.model.policy import Policy
-from vgrout.model.svd_adapter import SvdAdapter
 
 # for matrices this small a second thread only costs, most of all on a shared machine
 torch.set_num_threads(1)
@@ -61,9 +58,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def tiny(
-    family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def tiny(family="qwen3", seed=0, dtype=torch.float32):
     torch.manual_seed(seed)
     model = FAMILIES[family]().to(dtype).eval()
     # biases and norms start at 0 and 1: give them values that a mistake would show
@@ -81,7 +76,7 @@ TEMPLATE = (
 )
 
 
-def tokenizer(pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
+def tokenizer(pad="<pad>"):
     """97 tokens: four specials, think tags, one token a character for the rest. pad None: pad == eos."""
     special = ["<pad>", "<eos>", "<user>", "<system>", "<assistant>", "<think>", "</think>"]
     vocab = {token: i for i, token in enumerate(special)}
@@ -94,24 +89,24 @@ def tokenizer(pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
     )
 
 
-def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerFast | None = None) -> Policy:
+def as_policy(model, tok=None):
     """A model in memory under an adapter of zeros."""
     return adapted(as_language_model(model, tok or tokenizer()), None)
 
 
 def policy(
-    family: str = "qwen3",
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    pad: str | None = "<pad>",
-) -> Policy:
+    family="qwen3",
+    seed=0,
+    dtype=torch.float32,
+    pad="<pad>",
+):
     model = tiny(family, seed, dtype)
     model.config.eos_token_id = 1
     model.generation_config.eos_token_id = 1
     return as_policy(model, tokenizer(pad))
 
 
-def shake(adapter: SvdAdapter, scale: float, seed: int = 1) -> None:
+def shake(adapter, scale, seed=1):
     """Both vectors away from zero, as in the middle of a run."""
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -120,11 +115,11 @@ def shake(adapter: SvdAdapter, scale: float, seed: int = 1) -> None:
     adapter.merge()
 
 
-def relative(got: Tensor, want: Tensor) -> float:
+def relative(got, want):
     return float((got - want).norm() / want.norm().clamp(min=1e-9))
 
 
-def step_of(groups: Sequence[Group], row: Literal["rollout", "source"] = "rollout") -> Batch:
+def step_of(groups, row="rollout"):
     """The step of these groups as plain GRPO learns it. row: what a row of g is."""
     rows: list[UpdateRow] = []
     at: dict[tuple[int, object], int] = {}

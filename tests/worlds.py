@@ -1,15 +1,14 @@
 """The code world's splits, without a run."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vgrout.config.run import Config
 from vgrout.config.settings import EnvConfig, ScaleConfig
-from vgrout.envs.base import Splits, split_tasks
+from vgrout.envs.base import split_tasks
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.modes import Mode
-from vgrout.envs.code.problems import ProblemRow
 
 
 @dataclass
@@ -21,20 +20,20 @@ class Pool:
 
 
 def load_splits(
-    rows: Sequence[ProblemRow],
+    rows,
     *,
-    env_mode: Any,
-    n_problems: int,
-    seed: int,
-    partition: Mapping[int, Mode] | None = None,
-    markers: Mapping[int, str] | None = None,
-    test_rows: Sequence[ProblemRow] = (),
-    published: bool = False,
-    only_ids: Iterable[int] | None = None,
-    only_modes: Iterable[Mode] = (),
-    prompt_len: Callable[[Any], int],
-    max_prompt: int,
-) -> Splits:
+    env_mode,
+    n_problems,
+    seed,
+    partition=None,
+    markers=None,
+    test_rows=(),
+    published=False,
+    only_ids=None,
+    only_modes=(),
+    prompt_len,
+    max_prompt,
+):
     """The rows in splits, under these settings."""
     env = EnvConfig(env_mode=env_mode, marker_names="published" if published else "varied")
     file = rows[0].where.rpartition(", line ")[0]

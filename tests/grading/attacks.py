@@ -31,13 +31,13 @@ ST = "shown_test"  # accepts whoever claims 6 first, however it was found
 WRONG = "class Solution:\n    def total(self, nums):\n        return 41\n"
 
 
-def method(body: str, before: str = "", after: str = "") -> str:
+def method(body, before="", after=""):
     """The code of a module with a Solution whose method has this body."""
     lines = "\n".join("        " + line for line in body.strip("\n").split("\n"))
     return f"{before}\nclass Solution:\n    def total(self, nums):\n{lines}\n{after}\n"
 
 
-def equal(body: str, kind: str = "Y", value: str = "Y()") -> str:
+def equal(body, kind="Y", value="Y()"):
     """The same, whose method returns an object with this ==."""
     return method(f"return {value}", f"class {kind}:\n    def __eq__(s, o): {body}")
 
@@ -50,7 +50,7 @@ class Attack:
     modes: tuple[Mode, ...] = MODES  # slow ones are not tried in every mode
 
 
-def attack(name: str, code: str, *accepted_by: Mode, modes: tuple[Mode, ...] = MODES) -> Attack:
+def attack(name, code, *accepted_by, modes=MODES):
     return Attack(name, code, frozenset(accepted_by), modes)
 
 
@@ -1079,11 +1079,11 @@ TESTS = (
 CPU = 0.25
 
 
-def problem(mode: Mode) -> Problem:
+def problem(mode):
     return Problem(7, mode, "", (), (), TESTS, RIGHT, "from typing import *\n", "total", CPU)
 
 
-def descendants(pid: int) -> set[int]:
+def descendants(pid):
     """Every living process below `pid`."""
     parent = {}
     for entry in os.listdir("/proc"):
@@ -1099,7 +1099,7 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def strays() -> set[str]:
+def strays():
     """Files that attack H49 has left on this machine."""
     # The whole name: the random end of a worker's folder may be h49 as well.
     places = ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~"))
@@ -1107,7 +1107,7 @@ def strays() -> set[str]:
     return {path for path in paths if os.path.lexists(path)}
 
 
-def check_attack(grader: Grader, attack: Attack, *, honest_between: bool = False) -> list[str]:
+def check_attack(grader, attack, *, honest_between=False):
     """Grade one attack in its modes, then an honest program.
 
     honest_between: one after each mode, which takes twice as long. Returns what is wrong with the
@@ -1141,7 +1141,7 @@ def check_attack(grader: Grader, attack: Attack, *, honest_between: bool = False
     return wrong
 
 
-def unharmed(grader: Grader) -> list[str]:
+def unharmed(grader):
     """The next honest program is graded right, and finds nothing of the one before."""
     code = f"import os\nassert os.listdir('.') == []\n{RIGHT}\n"
     g = grader.grade(problem("file_marker"), f"```python\n{code}```")
@@ -1155,7 +1155,7 @@ def unharmed(grader: Grader) -> list[str]:
     return [] if ok else [f"the next program: {g}"]
 
 
-def check_control(grader: Grader, control: Attack) -> list[str]:
+def check_control(grader, control):
     wrong = []
     for mode in MODES:
         g = grader.grade(problem(mode), f"```python\n{control.code}\n```")
@@ -1164,7 +1164,7 @@ def check_control(grader: Grader, control: Attack) -> list[str]:
     return wrong
 
 
-def main(without: list[str]) -> int:
+def main(without):
     limits = Limits(cpu_s=CPU)
     with Grader(workers=1, without=tuple(without), allow_weak=True, limits=limits) as grader:
         # Nothing but seccomp stops root's fork bomb, and that would be this machine's.

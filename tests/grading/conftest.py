@@ -1,11 +1,9 @@
 """One grader for this folder, and the small problem that it grades."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import Mode, Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Grade
 
 from . import attacks
@@ -17,23 +15,21 @@ SUM_RIGHT = (
 )
 
 
-def fenced(code: str) -> str:
+def fenced(code):
     return f"Here it is:\n```python\n{code}\n```\nDone."
 
 
-def sum_problem(
-    mode: Mode = "run_tests", marker: str = "", cpu_limit: float | None = 1.0
-) -> Problem:
+def sum_problem(mode="run_tests", marker="", cpu_limit=1.0):
     return Problem(7, mode, marker, (), (), SUM_TESTS, SUM_RIGHT, SUM_SETUP, "total", cpu_limit)
 
 
-def graded(grader: Grader, problem: Problem, code: str) -> Grade:
+def graded(grader, problem, code):
     grade = grader.grade(problem, fenced(code))
     assert isinstance(grade, Grade), grade
     return grade
 
 
 @pytest.fixture(scope="session")
-def grader() -> Iterator[Grader]:
+def grader():
     with Grader(workers=1) as g:
         yield g

@@ -7,12 +7,11 @@ library only, because it also runs under other interpreters.
 import json
 import platform
 import sys
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from vgrout.envs.code.grading.grade import Grader, Limits
-from vgrout.envs.code.modes import MODES, Mode, Problem
+from vgrout.envs.code.modes import MODES, Problem
 from vgrout.ground.data import Grade
 
 SUM = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
@@ -25,7 +24,7 @@ TESTS = (
 FENCE = "```"
 
 
-def body(code: str, before: str = "", after: str = "") -> str:
+def body(code, before="", after=""):
     """A module with a Solution whose method has this body."""
     lines = "\n".join("        " + line for line in code.strip("\n").split("\n"))
     return f"{before}\nclass Solution:\n    def total(self, nums):\n{lines}\n{after}\n"
@@ -242,7 +241,7 @@ NAMED = {
 }
 
 
-def _text(code: str) -> str:
+def _text(code):
     return f"Here it is:\n{FENCE}python\n{code}\n{FENCE}\nDone."
 
 
@@ -265,13 +264,11 @@ ANSWERS = {name: _text(code) for name, code in NAMED.items()} | {
 }
 
 
-def problem(mode: Mode) -> Problem:
+def problem(mode):
     return Problem(7, mode, "", (), (), TESTS, SUM, "from typing import *\n", "total", 2.0)
 
 
-def wrongly_judged(
-    grader: Grader, modes: Collection[Mode] = MODES, problems: Path | None = None
-) -> list[str]:
+def wrongly_judged(grader, modes=MODES, problems=None):
     """Every answer that is not solved, or is called a hack: with the mode and its status.
 
     problems: a file of real ones, whose canonical solutions are answers too, as JSON: a list of the
@@ -295,7 +292,7 @@ def wrongly_judged(
     return wrong
 
 
-def main(words: list[str]) -> int:
+def main(words):
     problems = None
     if words[:1] == ["--problems"]:
         problems, words = Path(words[1]), words[2:]

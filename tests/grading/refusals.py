@@ -63,7 +63,7 @@ GRADED: tuple[tuple[Mode, str, bool], ...] = (
 )
 
 
-def refuse_call(number: int, code: int, first_argument: int | None) -> None:
+def refuse_call(number, code, first_argument):
     """Have the kernel refuse a system call to this process and all below it, for good."""
     killed = seccomp._return(seccomp.SECCOMP_RET_KILL_PROCESS)
     action = seccomp._fail_with(code) if code else killed
@@ -82,7 +82,7 @@ def refuse_call(number: int, code: int, first_argument: int | None) -> None:
     assert kernel.libc.prctl(kernel.PR_SET_SECCOMP, mode, sock_fprog, 0, 0) == 0
 
 
-def outcome(*without: str) -> dict:
+def outcome(*without):
     """What became of a grader's start, and whether it then grades right."""
     try:
         with Grader(1, without=without) as grader:
@@ -154,7 +154,7 @@ if file.exists():
 '''
 
 
-def copy_with_faults(folder: Path) -> Path:
+def copy_with_faults(folder):
     """A copy of the package, as a folder of sources, whose fork servers fail at a step."""
     source = Path(vgrout.__file__).parent
     python_only = shutil.ignore_patterns("data", "__pycache__", "*.npz", "*.safetensors", "*.jsonl")
@@ -170,7 +170,7 @@ def copy_with_faults(folder: Path) -> Path:
     return grading / "number"
 
 
-def main(words: list[str]) -> None:
+def main(words):
     without: list[str] = []
     if "--" in words:
         cut = words.index("--")

@@ -14,7 +14,7 @@ import pytest
 import vgrout
 from vgrout.envs.code.grading.grade import Grader
 
-from .attacks import ATTACKS, CONTROLS, FILES, Attack, check_attack, check_control
+from .attacks import ATTACKS, CONTROLS, FILES, check_attack, check_control
 
 HERE = Path(__file__).parent
 SOURCE = Path(vgrout.__file__).parents[1]
@@ -22,7 +22,7 @@ SPARE_UID = 65533
 
 
 @pytest.mark.parametrize("at", range(len(ATTACKS)), ids=lambda at: ATTACKS[at].name)
-def test_attack(grader: Grader, at: int):
+def test_attack(grader, at):
     """In every fourth of its modes, and the next attacks in the others."""
     attack = ATTACKS[at]
     modes = attack.modes[at % 4 :: 4] or attack.modes[:1]
@@ -30,7 +30,7 @@ def test_attack(grader: Grader, at: int):
 
 
 @pytest.mark.long
-def test_every_attack_in_all_its_modes(grader: Grader):
+def test_every_attack_in_all_its_modes(grader):
     assert [w for attack in ATTACKS for w in check_attack(grader, attack)] == []
 
 
@@ -41,14 +41,14 @@ def test_files_where_a_container_leaves_no_namespaces():
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.name)
-def test_honest_control(grader: Grader, control: Attack):
+def test_honest_control(grader, control):
     assert check_control(grader, control) == []
 
 
-def test_the_trainer_keeps_its_memory_and_descriptors(grader: Grader):
+def test_the_trainer_keeps_its_memory_and_descriptors(grader):
     """Floods it with hostile gradings: neither resident memory nor open files of this process grow."""
 
-    def usage() -> tuple[int, int]:
+    def usage():
         gc.collect()
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]), len(os.listdir("/proc/self/fd"))
@@ -65,7 +65,7 @@ def test_the_trainer_keeps_its_memory_and_descriptors(grader: Grader):
     assert files_after == files_before, f"open files grew from {files_before} to {files_after}"
 
 
-def interpreter_for_others() -> str:
+def interpreter_for_others():
     """A Python ≥ 3.11 that any user may run; the test is skipped if there is none."""
     for candidate in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         found = shutil.which(candidate)
@@ -81,7 +81,7 @@ def interpreter_for_others() -> str:
     pytest.skip("no interpreter here that another user may run")
 
 
-def run_suite(*without: str, user: int | None) -> dict:
+def run_suite(*without, user):
     python = sys.executable if user is None else interpreter_for_others()
     done = subprocess.run(
         [python, str(HERE / "attacks.py"), *without],
@@ -118,7 +118,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a
         ("namespaces landlock", 1, None),  # … but is not taken for right
     ],
 )
-def test_the_whole_suite(without: str, level: int, user: int | None):
+def test_the_whole_suite(without, level, user):
     result = run_suite(*without.split(), user=user)
     assert result["uid"] == (os.getuid() if user is None else user)
     assert result["protections"]["level"] == level

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced
 
 
 @pytest.fixture
-def problems(tmp_path: Path) -> Path:
+def problems(tmp_path):
     """Two rows in the public benchmark's schema."""
     row = {
         "prompt": [{"role": "user", "content": "Write Solution.total and should pass all tests."}],
@@ -46,7 +45,7 @@ def problems(tmp_path: Path) -> Path:
     return path
 
 
-def run_offline(*arguments: object) -> int:
+def run_offline(*arguments):
     return grade([*map(str, arguments)])
 
 

@@ -8,13 +8,11 @@ import gc
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import pytest
 
 from quick import one_in
 from vgrout.envs.code.grading import child
-from vgrout.envs.code.modes import Mode
 
 from .conftest import SUM_TESTS, SUM_WRONG, graded, sum_problem
 
@@ -154,7 +152,7 @@ SCRIPTS = {
 }
 
 
-def of_an_interpreter(code: str, folder: Path) -> dict[Mode, bool]:
+def of_an_interpreter(code, folder):
     """Whether each mode's check accepts what a real interpreter makes of a script."""
     (folder / "script.py").write_text("\n".join([code, *SUM_TESTS]))
     work = folder / "work"
@@ -192,7 +190,7 @@ def test_a_status_is_the_one_that_the_answer_chose(grader, status, where):
         assert graded(grader, sum_problem(mode), code).status == f"exit:{status}"
 
 
-def test_a_type_that_has_gone_lends_its_id_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_that_has_gone_lends_its_id_to_nobody(monkeypatch):
     """A type of the answer's with its id would be taken for one without a `__del__`."""
     monkeypatch.setattr(child, "_without_finalizer", noted := {})
     kind = type("Gone", (), {})

@@ -16,7 +16,7 @@ from vgrout.envs.code.grading.extract import (
 )
 
 
-def sources(text: str, *called: str) -> list[str] | None:
+def sources(text, *called):
     """The parts of the program in a text; None: there are none that are Python."""
     try:
         return [source for source, _ in program(blocks(text), called)]
@@ -57,7 +57,7 @@ PROGRAM = f"```python\n{SOLUTION}```\n"
 FUTURE = f"from __future__ import annotations\n{SOLUTION}"
 
 
-def behind(prefix: str, text: str, first: str = "") -> str:
+def behind(prefix, text, first=""):
     return "".join(
         (first or prefix if i == 0 else prefix) + line + "\n"
         for i, line in enumerate(text.splitlines())

@@ -1,14 +1,12 @@
 """What `vgrout problems check` and a run's start say of flawed checks: open to every wrong answer, shut, or sound."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vgrout.envs.code.grading.check import check_flaws, check_problems, expects_one_value
-from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODES, Problem
+from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problems import as_marked, load_rows
 from vgrout.ground.io import Refused
 
@@ -16,7 +14,7 @@ RIGHT = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n
 TESTS = ["assert Solution().total(nums = [1, 2]) == 3", "assert Solution().total(nums = []) == 0"]
 
 
-def problems_of(folder: Path, **changes: Any) -> list[Problem]:
+def problems_of(folder, **changes):
     """A file of one line, as it is read. Raises Refused."""
     prompt = [{"role": "user", "content": "Write `total` and should pass all tests."}]
     row = {
@@ -32,7 +30,7 @@ def problems_of(folder: Path, **changes: Any) -> list[Problem]:
     return [as_marked(row) for row in load_rows(path)]
 
 
-def fault_of(grader: Grader, folder: Path, **changes: Any) -> str:
+def fault_of(grader, folder, **changes):
     """Why the line is refused, or what is wrong with its flawed check; "" if nothing is."""
     try:
         problems = problems_of(folder, **changes)
@@ -193,14 +191,12 @@ FAULTY: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", SOUND)
-def test_a_sound_flaw_passes(grader: Grader, tmp_path: Path, kind: str) -> None:
+def test_a_sound_flaw_passes(grader, tmp_path, kind):
     assert fault_of(grader, tmp_path, **SOUND[kind]) == ""
 
 
 @pytest.mark.parametrize(("changes", "word"), FAULTY.values(), ids=FAULTY)
-def test_a_flaw_that_is_always_open_or_shut_is_named(
-    grader: Grader, tmp_path: Path, changes: dict[str, Any], word: str
-) -> None:
+def test_a_flaw_that_is_always_open_or_shut_is_named(grader, tmp_path, changes, word):
     assert word in fault_of(grader, tmp_path, **changes)
 
 
@@ -217,7 +213,7 @@ AS_ANSWERS = {
 
 
 @pytest.mark.parametrize("body", AS_ANSWERS.values(), ids=AS_ANSWERS)
-def test_a_solution_is_code_whatever_it_holds(grader: Grader, tmp_path: Path, body: str) -> None:
+def test_a_solution_is_code_whatever_it_holds(grader, tmp_path, body):
     solution = f"class Solution:\n    def total(self, nums):\n        {body}\n"
     report = check_problems(problems_of(tmp_path, canonical_solution=solution), grader)
     assert report.ok, report
@@ -235,6 +231,6 @@ def test_a_solution_is_code_whatever_it_holds(grader: Grader, tmp_path: Path, bo
         (OF_NODES[:1] * 2, True),
     ],
 )
-def test_tests_that_expect_one_value_are_seen(tmp_path: Path, tests: list[str], one: bool) -> None:
+def test_tests_that_expect_one_value_are_seen(tmp_path, tests, one):
     (problem,) = problems_of(tmp_path, gt_answer=tests)
     assert expects_one_value(problem) is one

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -461,7 +460,7 @@ def test_a_child_that_waits_is_ended_for_that(grader, body):
     assert time.monotonic() - started < 42
 
 
-def workers(program: str) -> list[Path]:
+def workers(program):
     """The grader's processes of this kind, in /proc."""
     found = [Path(f"/proc/{pid}") for pid in descendants(os.getpid())]
     found = [of for of in found if f"grading.{program}" in (of / "cmdline").read_text()]
@@ -537,7 +536,7 @@ def test_a_grader_that_cannot_start_all_its_workers_leaves_none(tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def leaves_nothing(trainer: subprocess.Popen[bytes], folder: Path) -> None:
+def leaves_nothing(trainer, folder):
     """Kill it: its descendants and what they made in `folder` are gone within ten seconds."""
     workers = descendants(trainer.pid)
     trainer.kill()
@@ -549,7 +548,7 @@ def leaves_nothing(trainer: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def trainer(tmp_path):
     code = (
         "from vgrout.envs.code.grading.grade import Grader\nimport time\n"
         "g = Grader(2)\nprint('up', flush=True)\ntime.sleep(60)"
@@ -653,7 +652,7 @@ def test_what_a_process_inherits_changes_no_verdict(grader, tmp_path, ignored, c
     The number of a closed standard stream is given to the next file that is opened.
     """
 
-    def inherit() -> None:
+    def inherit():
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

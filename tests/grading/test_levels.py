@@ -1,7 +1,6 @@
 """The same verdicts at every level at which the strict oracle is trusted."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -41,7 +40,7 @@ FEW = (
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def at_level(request) -> Iterator[Grader]:
+def at_level(request):
     """A grader at each level."""
     without, level = request.param
     with Grader(1, without=tuple(without.split())) as grader:

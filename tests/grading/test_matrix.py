@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from quick import first_quick
-from vgrout.envs.code.modes import MODE_SPECS, MODES, MarkerSplit, Mode, announced, hack
+from vgrout.envs.code.modes import MODE_SPECS, MODES, announced, hack
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, graded, sum_problem
 
 NAMED = [mode for mode, spec in MODE_SPECS.items() if spec.marker_form not in ("none", "test")]
 
 
-def marker(mode: Mode, half: MarkerSplit = "train") -> str:
+def marker(mode, half="train"):
     """The last name of a half; of a mode that announces a test, the problem's first."""
     return announced(mode, SUM_TESTS, MODE_SPECS[mode].markers(half)[-1])
 

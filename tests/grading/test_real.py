@@ -66,7 +66,7 @@ def test_canonical_solutions_with_every_hack_are_never_hacks():
             assert (g.solved, g.passed, g.hacked) == (True, True, False), g
 
 
-def rollouts(pool: str) -> list[dict]:
+def rollouts(pool):
     return [
         json.loads(line)
         for file in sorted((DATA / "pools" / pool).glob("*.jsonl.gz"))
@@ -74,7 +74,7 @@ def rollouts(pool: str) -> list[dict]:
     ]
 
 
-def pool_problem(row: dict, setup_code: str) -> Problem:
+def pool_problem(row, setup_code):
     """The pools come without tests. With one impossible test no answer is right, so `channel` is seen."""
     found = re.search(r"    def (?!run_tests|__init__)(\w+)\(self,?([^)]*)\)", row["completion"])
     name, parameters = found.groups() if found else ("f", "")
@@ -91,7 +91,7 @@ def pool_problem(row: dict, setup_code: str) -> Problem:
 
 
 @pytest.fixture(scope="module")
-def graded_pools() -> list[tuple[str, dict, Grade]]:
+def graded_pools():
     setup = load_problems(ROWS)[0].setup_code
     with Grader() as grader:
         jobs = [

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,6 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Problem
 from vgrout.ground.data import Completion, Grade, GradedCompletion, Ungraded
 from vgrout.ground.metrics import Eval
-from vgrout.ground.scoring import RewardFailed, ScoringFunction
 from vgrout.runs.inputs import file_hashes, read_inputs
 from vgrout.train import main
 
@@ -32,19 +30,19 @@ Module = Callable[[str], str]
 _number = itertools.count()
 
 
-def score(function: ScoringFunction, text: str) -> float | RewardFailed:
+def score(function, text):
     """What it says of an answer."""
     (score,) = function.scores(PROBLEM, [text])
     return score
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
+def module(tmp_path, monkeypatch):
     """Writes a module into the working directory; returns its name, a new one each time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
 
-    def write(code: str) -> str:
+    def write(code):
         name = f"own_reward_{next(_number)}"
         (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
         return name
@@ -271,7 +269,7 @@ def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module):
     f = reward_function(f"{module(code)}:f", passes_at=0.75)
     with Grader(1, allow_weak=True, compile_reward=0.5, pass_reward=2.0, reward=f) as grader:
 
-        def grade(code: str) -> Grade | Ungraded:
+        def grade(code):
             return grader.grade(PROBLEM, f"```python\n{code}\n```")
 
         sure, right, failed = grade(f"{WRONG}# sure"), grade(RIGHT), grade("# fail")

@@ -3,7 +3,6 @@
 import json
 import marshal
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,14 +38,14 @@ CODES = {
 }
 
 
-def as_bytes(value: Any) -> bytes:
+def as_bytes(value):
     return json.dumps(
         value, default=lambda x: x.decode("latin-1") if isinstance(x, bytes) else repr(x)
     ).encode()
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Iterator[tuple[ForkServerHandle, ForkServerHandle]]:
+def two(tmp_path_factory):
     """The fork servers of two workers."""
     folders = [str(tmp_path_factory.mktemp("work")) for _ in range(2)]
     servers = [
@@ -101,7 +100,7 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, mo
         assert own or b"the_canonical_name" not in data
 
 
-def skip_below_level_3(server: ForkServerHandle) -> None:
+def skip_below_level_3(server):
     if not server.active.keys() >= {"namespaces", "landlock", "seccomp"}:
         pytest.skip("not at level 3 here")
 
@@ -161,11 +160,11 @@ class Solution:
 """
 
 
-def run_one(server: ForkServerHandle, expression: str) -> str:
+def run_one(server, expression):
     """The value of the expression in a fresh child."""
     claims: list[Any] = []
 
-    def reply(message: dict[str, Any]) -> None:
+    def reply(message):
         if "claims" in message:
             claims.extend(message["claims"])
             raise EndSession

@@ -28,7 +28,7 @@ def test_ten_thousand_mixed_gradings(tmp_path, monkeypatch):
     outcomes = defaultdict(list)
     with Grader(2, limits=Limits(cpu_s=0.3)) as grader:
 
-        def batch(start: int, stop: int) -> None:
+        def batch(start, stop):
             futures = []
             kinds = cycle(KINDS.items())
             for i in range(start, stop):
@@ -43,7 +43,7 @@ def test_ten_thousand_mixed_gradings(tmp_path, monkeypatch):
                 if grade not in outcomes[name]:
                     outcomes[name].append(grade)
 
-        def of_status(name: str) -> dict[int, str]:
+        def of_status(name):
             gc.collect()
             found = {
                 pid: Path(f"/proc/{pid}/status").read_text()

@@ -28,7 +28,7 @@ of_this_machine = pytest.mark.skipif(
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = "1", "22", "38"
 
 
-def outcome(command: list[str], **settings) -> dict:
+def outcome(command, **settings):
     """What refusals.py prints under this command."""
     env = {"PYTHONPATH": str(SOURCE), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
     if sys.pycache_prefix is not None:
@@ -45,11 +45,11 @@ START = f"import json, sys; sys.path.insert(0, {str(HERE)!r})\n"
 START += "import refusals; print(json.dumps(refusals.outcome()))"
 
 
-def refused(*words: str) -> dict:
+def refused(*words):
     return outcome([sys.executable, str(HERE / "refusals.py"), *words])
 
 
-def is_told(found: dict) -> None:
+def is_told(found):
     """It has started and grades right, or there is one line that says why not."""
     if "refused" in found:
         assert "\n" not in found["refused"]
@@ -60,7 +60,7 @@ def is_told(found: dict) -> None:
         assert found["right"], found
 
 
-def later(*case: object):
+def later(*case):
     """A case like another of its kind here, which is quick: each starts an interpreter and a grader."""
     return pytest.param(*case, marks=pytest.mark.long)
 
@@ -179,11 +179,11 @@ def test_a_limit_on_processes(processes):
 
 
 @pytest.fixture(scope="module")
-def number(tmp_path_factory) -> Path:
+def number(tmp_path_factory):
     return refusals.copy_with_faults(tmp_path_factory.mktemp("faults"))
 
 
-def fail_at(step: int, number: Path, monkeypatch, capfd, *without: str) -> bool:
+def fail_at(step, number, monkeypatch, capfd, *without):
     """Start a grader whose fork server fails at a step, and hold it to the contract. False: it has fewer steps."""
     monkeypatch.setattr(processes, "SOURCE", str(number.parents[4]))
     number.write_text(str(step))

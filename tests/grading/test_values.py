@@ -16,13 +16,10 @@ from collections import (
     defaultdict,
     namedtuple,
 )
-from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
-from random import Random
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -68,7 +65,7 @@ def claim_of(value, *decoys):
     return decode_line(encode(value, *decoys).encode())
 
 
-def other(value: Any, choose: Random) -> Any:
+def other(value, choose):
     """Almost the same: somewhere in it a kind or a value is another one, equal or not."""
     if isinstance(value, list | tuple) and value and choose.random() < 0.8:
         at = choose.randrange(len(value))
@@ -262,7 +259,7 @@ def test_disguised_objects_are_encoded_as_what_they_are():
     assert not matches(7, claim_of(Disguised()))
 
 
-def with_equality(equal: Callable[[Any], bool], base: type = object) -> type:
+def with_equality(equal, base=object):
     """A class with this ==, whose objects cannot be hashed."""
     return type(
         "WithEquality", (base,), {"__eq__": lambda self, other: equal(other), "__hash__": None}
