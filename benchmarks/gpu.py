@@ -307,7 +307,7 @@ def same_logits(policy: Policy, load: Load) -> Figure:
     """
     groups, rows = noise(policy, load, group=1), load.prompts * load.group
     prompts = [g.rollouts[0].prompt_ids for g in groups]
-    tokens = torch.tensor([g.rollouts[0].completion_ids for g in groups], device=policy.device)
+    tokens = torch.tensor([g.rollouts[0].ids for g in groups], device=policy.device)
     prompt_of_row = [row // load.group for row in range(rows)]
     none = foreign(policy.model)
     # others' logits are so low that a norm would be infinite

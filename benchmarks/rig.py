@@ -207,7 +207,7 @@ def noise_groups(
         rollouts: list[Rollout] = []
         for _ in range(group):
             answer = Completion(ids(completion), "", True, logp)
-            rollouts.append(Rollout.of(NOWHERE, prompt_ids, answer))
+            rollouts.append(Rollout.of(prompt_ids, answer))
         groups.append(Group(NOWHERE, tuple(rollouts), grades, index=index))
     return groups
 
@@ -230,7 +230,7 @@ def learnt(groups: list[Group], by_rollout: bool) -> tuple[Batch, Config]:
         for rollout, A in zip(group.rollouts, group.view().advantages, strict=True):
             at = len(rows) if by_rollout else group.index
             rows.append(UpdateRow(rollout, group.index, A, row_of_g=at))
-    longest = max(len(row.rollout.completion_ids) for row in rows)
+    longest = max(len(row.rollout.ids) for row in rows)
     cfg = resolve(command("none", f"--max-new={longest}"))
     return Batch(tuple(groups), (), (), len(rows), 0, rows=tuple(rows)), cfg
 

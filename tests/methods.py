@@ -1,7 +1,7 @@
 """What tests of monitors and interventions need: methods and steps of them, on a tiny model and on plain tensors."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,6 @@ from vgrout.ground.data import (
     Rollout,
     UpdateRow,
     centred,
-    field_values,
 )
 from vgrout.loop.grpo import policy_gradients
 from vgrout.method import Setup, make_method
@@ -100,7 +99,8 @@ def view(n=4, rewards=None, **more):
 
 def labelled(seen, hacked, mode="exit_code"):
     hacks = tuple(mode if e else None for e in hacked)
-    return OracleView(**field_values(seen, of=GroupView), hacks=hacks, flaws=(mode,))
+    of_group = {f.name: getattr(seen, f.name) for f in fields(GroupView)}
+    return OracleView(**of_group, hacks=hacks, flaws=(mode,))
 
 
 def flagged(monitor, *views, step=0):
@@ -130,7 +130,12 @@ def batch(*, deployed=(), step=0, same=False):
         answers = [(20 + 7 * i + b, *(33 + b, 50 - 3 * b, 60 + i)[: 1 + b], 1) for b in range(4)]
         rollouts = tuple(
             Rollout(
-                of, "teacher" if b == 3 else "student", b in deployed, prompt, ids, f"t{i}{b}", True
+                ids,
+                f"t{i}{b}",
+                True,
+                prompt_ids=prompt,
+                source="teacher" if b == 3 else "student",
+                deployed=b in deployed,
             )
             for b, ids in enumerate(answers)
         )
@@ -270,7 +275,11 @@ def group(n, teachers=0, caught=(), index=0):
     of = problem(index)
     rollouts = tuple(
         Rollout(
-            of, "teacher" if b >= n - teachers else "student", False, (1,), (2, 3), f"t{b}", True
+            (2, 3),
+            f"t{b}",
+            True,
+            prompt_ids=(1,),
+            source="teacher" if b >= n - teachers else "student",
         )
         for b in range(n)
     )

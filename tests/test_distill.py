@@ -19,7 +19,7 @@ from runs import rows as rows_of
 from test_tracking import curve, events
 from vgrout.commands.distill import main
 from vgrout.envs.code.modes import Problem
-from vgrout.ground.data import Rollout
+from vgrout.ground.data import GradedCompletion, Ungraded
 from vgrout.ground.io import NothingAligned, Refused
 from vgrout.imitation import distill_methods
 from vgrout.imitation.distill_methods import MiniLlm, MixedModel, Uld, mixed_model
@@ -66,18 +66,17 @@ def answers(behaviour, n=6):
         behaviour, prompts, n // 2, MiniLlm.sampling, 9, torch.Generator().manual_seed(3)
     )
     return [
-        Rollout.of(p, ids, a)
-        for p, ids, of_prompt in zip(problems, prompts, sampled, strict=True)
-        for a in of_prompt
+        GradedCompletion(p, i, a, Ungraded(""))
+        for p, of_prompt in zip(problems, sampled, strict=True)
+        for i, a in enumerate(of_prompt)
     ]
 
 
 def rows(lm, r):
     """Log-softmax at every position of an answer by the model's own forward, and the answer's tokens."""
-    logits = lm.model(torch.tensor([[*r.prompt_ids, *r.completion_ids]])).logits[
-        0, len(r.prompt_ids) - 1 : -1
-    ]
-    return logits[:, : len(lm.tok)].log_softmax(-1), torch.tensor(r.completion_ids)
+    prompt = lm.render(r.problem.messages)
+    logits = lm.model(torch.tensor([[*prompt, *r.ids]])).logits[0, len(prompt) - 1 : -1]
+    return logits[:, : len(lm.tok)].log_softmax(-1), torch.tensor(r.ids)
 
 
 def gradients(lm):
@@ -101,13 +100,13 @@ def textbook_minillm(student, teacher, given, normalize):
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         at = (torch.arange(len(y)), y)
         r = (p[at] - q[at]).detach()
-        w = (q[at].detach() - torch.tensor(a.logp, dtype=F64)).exp()
+        w = (q[at].detach() - torch.tensor(a.completion.logp, dtype=F64)).exp()
         kl = (q.exp() * (q - p.detach())).sum(-1)
         for t in range(len(y)):
             later = r[t + 1 :]
             R = later.sum() / (max(1, len(later)) if normalize else 1)
             total = total + w[t] * (kl[t] - R * q[at][t])
-    return total / sum(len(a.logp) for a in given)
+    return total / sum(len(a.completion.logp) for a in given)
 
 
 # of student and teacher
@@ -158,9 +157,9 @@ def test_nothing_of_a_step_that_is_not_finite_is_learnt_later(
     kind,
 ):
     student = tiny.policy()
-    (rollout, *_), opt = answers(student), task().cfg.opt
+    (answer, *_), opt = answers(student), task().cfg.opt
     batch, learner = (
-        student.batch([rollout.prompt_ids], [rollout.completion_ids]),
+        student.batch([student.render(answer.problem.messages)], [answer.ids]),
         kind(student, opt, 9),
     )
 
@@ -187,7 +186,7 @@ def test_uld_equals_the_textbook_loss(heads):
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         sorted_q, sorted_p = (x.exp().sort(-1, descending=True).values for x in (q, p.detach()))
         want = want - q[torch.arange(len(y)), y].sum() + 1.5 * (sorted_q - sorted_p).abs().sum()
-    want = want / sum(len(a.logp) for a in given)
+    want = want / sum(len(a.completion.logp) for a in given)
     assert got["loss"] == pytest.approx(float(want.detach()), abs=CLOSE)
     require_gradient(student, want)
 
@@ -202,7 +201,7 @@ def test_uld_across_tokenizers(monkeypatch):
     other = Uld(t, student, teacher)
     assert not other.same_tokens
     # no special token in them
-    plain = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a.completion_ids)]
+    plain = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a.ids)]
     assert plain
     apart = other.learn(FullModel(student, t.cfg.opt, 1), plain, 0)
     assert apart["aligned"] == 1
@@ -221,7 +220,7 @@ def test_a_student_that_cannot_spell_an_answer(unknown, λ, said, monkeypatch, w
     """What it can spell of an answer is compared. Where that is the first token alone, a warning says so, unless only
     the cross-entropy was asked for."""
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
-    given = [a for a in answers(teacher) if len(a.completion_ids) > 1]
+    given = [a for a in answers(teacher) if len(a.ids) > 1]
     monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
     method = Uld(t := task(method="uld", uld_lambda=λ), student, teacher)
     spelled = [b"" if unknown in ("all", b.decode()) else b for b in method.student_bytes.of]
@@ -289,7 +288,9 @@ def test_mixture_log_probs(ratio):
     for a in answers(behaviour):
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         mixed = ((1 - ratio) * q.exp() + ratio * p.exp()).log()
-        assert torch.allclose(torch.tensor(a.logp), mixed[torch.arange(len(y)), y], atol=1e-4)
+        assert torch.allclose(
+            torch.tensor(a.completion.logp), mixed[torch.arange(len(y)), y], atol=1e-4
+        )
 
 
 # ── refusals; those that show without a model are in test_refused.py

@@ -100,9 +100,7 @@ def group(policy):
     p = Problem(1, "run_tests", "", tuple(MESSAGES), (), (), "", "", "f")
     prompt = policy.render(MESSAGES)
     answers = sample(policy, [prompt], 4, Sampling(), 12, torch.Generator().manual_seed(0))[0]
-    rollouts = tuple(
-        Rollout(p, "student", False, prompt, a.ids, a.text, a.finished, a.logp) for a in answers
-    )
+    rollouts = tuple(Rollout.of(prompt, a) for a in answers)
     return Group(
         p,
         rollouts,
@@ -349,7 +347,7 @@ def test_a_step_raises_rewarded_answers_and_survives_saving(policy, folder, tmp_
         adapter, OptConfig(lr=1e-2, weight_decay=0.0, warmup_frac=0.0, grad_clip=1e9), 4
     )
     rewarded = [r for r, a in zip(g.rollouts, g.advantages, strict=True) if a > 0]
-    sequences = ([r.prompt_ids for r in rewarded], [r.completion_ids for r in rewarded])
+    sequences = ([r.prompt_ids for r in rewarded], [r.ids for r in rewarded])
     with torch.no_grad():
         old = float(policy.logprobs(*sequences)[0].sum())
     g_b = policy_gradients(policy, tiny.step_of([g]), CONFIG).g

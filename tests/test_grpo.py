@@ -44,7 +44,7 @@ def answers(policy, n, seed):
 
 def written(prompt, ids, source="student"):
     """An answer that was not sampled here."""
-    return Rollout(PROBLEM, source, False, prompt, ids, "", True)
+    return Rollout(ids, "", True, prompt_ids=prompt, source=source)
 
 
 def group(rollouts, rewards):
@@ -63,8 +63,8 @@ def groups(policy):
     return [
         group(
             [
-                *(Rollout.of(PROBLEM, prompt, a) for a in trained[p]),
-                Rollout.of(PROBLEM, prompt, deployed[p][0], deployed=True),
+                *(Rollout.of(prompt, a) for a in trained[p]),
+                Rollout.of(prompt, deployed[p][0], deployed=True),
                 written(prompt, (50, 51, 52, 1), "teacher"),
             ],
             REWARDS[p],
@@ -94,12 +94,12 @@ def textbook(policy, of, b, β=0.0):
     adapter, r = policy.adapter, of.rollouts[b]
     δ = (adapter.δS + (0 if r.deployed else adapter.δS_hack)).detach().clone().requires_grad_()
     names = {f"{n}.weight": s.W + (s.U * δ[s.span]) @ s.Vh for n, s in adapter.sites.items()}
-    ids = torch.tensor([[*r.prompt_ids, *r.completion_ids]])
+    ids = torch.tensor([[*r.prompt_ids, *r.ids]])
     logp = functional_call(policy.model, names, (ids,)).logits[0].log_softmax(-1)
     with adapter.reference(), torch.no_grad():
         ref = policy.model(ids).logits[0].log_softmax(-1)
     loss = torch.zeros(())
-    for t, token in enumerate(r.completion_ids):
+    for t, token in enumerate(r.ids):
         at = len(r.prompt_ids) - 1 + t
         ρ = (logp[at, token] - logp[at, token].detach()).exp()
         d = ref[at, token] - logp[at, token]
@@ -148,7 +148,7 @@ def test_groups_without_signal_cost_nothing_and_change_nothing(policy):
 def test_nothing_is_learnt_where_something_is_not_finite(policy):
     step = step_of(groups(policy))
     first, *others = step.rows
-    unmeasured = replace(first.rollout, logp=(math.nan,) * len(first.rollout.completion_ids))
+    unmeasured = replace(first.rollout, logp=(math.nan,) * len(first.rollout.ids))
     for bad in (replace(first, advantage=math.nan), replace(first, rollout=unmeasured)):
         made = policy_gradients(policy, replace(step, rows=(bad, *others)), config())
         g, metrics = made.g, made.metrics
@@ -209,7 +209,7 @@ def test_what_answers_have_in_common_is_read_once(policy):
     answers' tree but the last token of each answer. Of several rows the prompt but for its last token has a forward of
     its own; equal students of equal advantage are one row."""
     of, prompt = long_group(), len(PROMPTS[1])
-    lengths = [len(r.completion_ids) for r in of.rollouts]
+    lengths = [len(r.ids) for r in of.rollouts]
     assert forward_tokens(replace(policy, packs=False), [of]) == [
         len(lengths) * (prompt + max(lengths))
     ]
@@ -217,11 +217,11 @@ def test_what_answers_have_in_common_is_read_once(policy):
     assert forward_tokens(policy, [of], "source") == [prompt + sum(lengths) - len(lengths)]
     of = branching_group()
     *students, teacher = of.rollouts
-    nodes = {r.completion_ids[:n] for r in students for n in range(1, len(r.completion_ids))}
-    own = {(r.source, r.completion_ids, of.advantages[b]) for b, r in enumerate(of.rollouts)}
+    nodes = {r.ids[:n] for r in students for n in range(1, len(r.ids))}
+    own = {(r.source, r.ids, of.advantages[b]) for b, r in enumerate(of.rollouts)}
     assert forward_tokens(policy, [of], "source") == [
         prompt - 1,
-        1 + len(nodes) + len(teacher.completion_ids),
+        1 + len(nodes) + len(teacher.ids),
     ]
     assert forward_tokens(policy, [of]) == [prompt - 1, sum(len(ids) for _, ids, _ in own)]
     assert (len(nodes), len(own), len(of)) == (7, 7, 9)
@@ -435,11 +435,11 @@ def test_fresh_sampler_agrees_and_a_stale_one_is_caught(policy):
 def test_ratios_are_raw_and_finite(policy, off, largest):
     """Not cut at the loss's own bound, e^20."""
     first, *others = groups(policy)[0].rollouts
-    far = replace(first, logp=(-off,) * len(first.completion_ids))
+    far = replace(first, logp=(-off,) * len(first.ids))
     _, m = run(policy, [group([far, *others], REWARDS[0])], config(loss="icepop"))
     assert largest < m.ratio_max < math.inf
-    tokens = sum(len(r.completion_ids) for r in (far, *others))
-    assert m.is_masked_high == pytest.approx(len(far.completion_ids) / tokens)
+    tokens = sum(len(r.ids) for r in (far, *others))
+    assert m.is_masked_high == pytest.approx(len(far.ids) / tokens)
 
 
 def test_dropped_tokens_are_counted_by_the_advantages_sign(policy):
@@ -453,9 +453,7 @@ def test_dropped_tokens_are_counted_by_the_advantages_sign(policy):
     assert m["is_masked"] == pytest.approx(m["is_masked_low"] + m["is_masked_high"])
     assert m["masked_mismatch_kl"] > m["unmasked_mismatch_kl"] > 0
     tokens = [
-        (A > 0, len(r.completion_ids))
-        for g in fresh
-        for r, A in zip(g.rollouts, g.advantages, strict=True)
+        (A > 0, len(r.ids)) for g in fresh for r, A in zip(g.rollouts, g.advantages, strict=True)
     ]
     total, positive = sum(n for _, n in tokens), sum(n for up, n in tokens if up)
     counted = m["masked_positive"] * positive + m["masked_negative"] * (total - positive)
@@ -476,9 +474,7 @@ def test_demonstrations_have_ratio_one_and_their_own_log_prob(policy):
         lps = []
         for one in of:
             with torch.no_grad():
-                values, mask = policy.logprobs(
-                    [one.rollouts[3].prompt_ids], [one.rollouts[3].completion_ids]
-                )
+                values, mask = policy.logprobs([one.rollouts[3].prompt_ids], [one.rollouts[3].ids])
             lps += values[mask].tolist()
         assert m.lp_t == pytest.approx(sum(lps) / len(lps), rel=1e-5)
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from methods import graded, problem
+from methods import graded
 from runs import run, status
 from vgrout.config.presets import PRESETS, resolve
 from vgrout.config.settings import RULES, GuardConfig, blind, breakable, evaluations
@@ -527,7 +527,7 @@ def test_a_base_policy_whose_answers_are_all_alike_has_no_unit_of_csi():
     guard = watching("--reward-hack-detector=info_rm")
     guard.base.reference = ReferenceStats(torch.ones(64, 8))
     assert guard.base.reference.base_csi == 0
-    rollout = Rollout.of(problem(0), (3, 4), Completion((5, 1), "a", True, (0.0, 0.0)))
+    rollout = Rollout.of((3, 4), Completion((5, 1), "a", True, (0.0, 0.0)))
     assert guard.base.csi([(rollout, graded(1.0))]) is None
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from methods import batch, flagged, graded, group, labelled, problem, routed, rows, toy, view
+from methods import batch, flagged, graded, labelled, problem, view
 from vgrout.config.presets import resolve
 from vgrout.envs.code.modes import MODE_SPECS, MODES, hack, tries
 from vgrout.ground.data import (
@@ -13,8 +13,6 @@ from vgrout.ground.data import (
     GradedCompletion,
     Group,
     Rollout,
-    RolloutView,
-    RowView,
     UpdateRow,
 )
 from vgrout.ground.metrics import BatchMetrics, Eval, Rate, flag_rates
@@ -86,7 +84,7 @@ def outcomes(mode, of, index=0):
     """A group whose students hack ("hack"), solve ("solve") or fail ("")."""
     task = problem(mode=mode)
     rollouts = tuple(
-        Rollout(task, "student", True, (1,), (2, 3), f"t{b}", True) for b in range(len(of))
+        Rollout((2, 3), f"t{b}", True, prompt_ids=(1,), deployed=True) for b in range(len(of))
     )
     grades = tuple(
         replace(graded(1.0, solves=o == "solve", hacks=o == "hack"), flaw=task.mode) for o in of
@@ -192,36 +190,10 @@ def test_a_final_evaluation_counts_attempts_beside_hacks():
     assert seen.as_json()["by_mode"]["sentinel"]["tries"] == [2, 4]
 
 
-@pytest.mark.parametrize("sees_labels", [False, True])
-def test_a_step_of_gradients_has_no_problem_but_for_a_monitor_that_sees_labels(sees_labels):
-    """A problem has the reference tests and a right answer. An intervention never sees them."""
-    method = toy("route2")
-    method.monitor.spec = replace(method.monitor.spec, sees_labels=sees_labels)
-    seen = {}
-    flag, route = method.monitor.flag_gradients, method.intervention.route
-
-    def flags(step, number):
-        seen["monitor"] = step
-        return flag(step, number)
-
-    def routes(step):
-        seen["intervention"] = step
-        return route(step)
-
-    method.monitor.flag_gradients, method.intervention.route = flags, routes
-    routed(method, (rows(6, 1, hackward=(0, 2)), group(6, teachers=2)))
-    for who, step in seen.items():
-        for row in step.rows:
-            assert hasattr(row.rollout, "problem") == (sees_labels and who == "monitor")
-            assert row.rollout.text
-            assert row.tokens == len(row.rollout.prompt_ids) + len(row.rollout.completion_ids)
-    assert {*seen} == {"monitor", "intervention"}
-    assert [row.row_of_g for row in seen["monitor"].rows] == [
-        row.row_of_g for row in seen["intervention"].rows
-    ]
-
-
-def test_a_view_of_a_rollout_has_all_of_it_but_its_problem():
-    """Whatever a rollout gets later is on the view as well, or is a label."""
-    assert {f.name for f in fields(Rollout)} - {f.name for f in fields(RolloutView)} == {"problem"}
-    assert {f.name for f in fields(UpdateRow)} == {f.name for f in fields(RowView)}
+def test_a_row_of_a_step_has_no_label_and_no_problem():
+    """A problem has the reference tests and a right answer. Gradient monitors and interventions see rows."""
+    of_rollout = {f.name for f in fields(Rollout)}
+    assert of_rollout == {f.name for f in fields(Completion)} | {"prompt_ids", "source", "deployed"}
+    assert {f.name for f in fields(UpdateRow)} == {
+        *("rollout", "group", "advantage", "flagged", "known_hack", "row_of_g", "left_out")
+    }

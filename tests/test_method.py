@@ -192,7 +192,7 @@ def test_poisoned_labels_change_nothing_but_for_a_monitor_of_labels(policy, inte
 def test_a_monitor_that_changes_a_prompt_changes_no_training():
     group, _ = batch().groups
     before = [*group.problem.messages[0].values()]
-    for view in (group.view(), group.oracle_view()):
+    for view in (group.view(), group.view(labels=True)):
         for message in view.messages:
             message["content"] = "changed"
         cast(dict, view.public).clear()
@@ -211,13 +211,13 @@ def test_labels_are_on_the_oracles_type_alone():
     names = {f.name for f in fields(GroupView)}
     assert not names & {"hacked", "hacks", "mode", "solved", "gt_pass", "mechanism", "channel"}
     assert {f.name for f in fields(OracleView)} - names == {"hacks", "flaws"}
-    # the name is looked for in every file of the package: one caller, behind what the monitor's
+    # the call is looked for in every file of the package: one caller, behind what the monitor's
     # class declares
     package = Path(vgrout.__file__).parent
     callers = [
-        p.name for p in package.rglob("*.py") if "oracle_view" in p.read_text(encoding="utf-8")
+        p.name for p in package.rglob("*.py") if "view(labels" in p.read_text(encoding="utf-8")
     ]
-    assert sorted(callers) == ["data.py", "method.py"]
+    assert callers == ["method.py"]
 
 
 # ── memory

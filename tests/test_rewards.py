@@ -20,13 +20,11 @@ REWARDS = (3.5, 3.5, 0.5, 0.0)
 def group(shaped=None, unbiased=True, teachers=()):
     rollouts = tuple(
         Rollout(
-            PROBLEM,
-            "teacher" if i in teachers else "student",
-            False,
-            (8, 9),
             (11 + i, 12),
             "x",
             True,
+            prompt_ids=(8, 9),
+            source="teacher" if i in teachers else "student",
         )
         for i in range(4)
     )

@@ -91,13 +91,12 @@ def pool(tmp_path):
 
 def test_demonstrations_are_drawn_without_replacement_while_there_are_enough(pool):
     demos = teacher(pool, per_group=3).demos(problem(3), step=0)
-    assert sorted(r.completion_ids for r, _ in demos) == [(3, 10, 2), (3, 11, 2), (3, 12, 2)]
+    assert sorted(r.ids for r, _ in demos) == [(3, 10, 2), (3, 11, 2), (3, 12, 2)]
     assert all(r.source == "teacher" and r.prompt_ids == (1, 3) for r, _ in demos)
     assert all(g.hacked and g.reward == 1.0 and g.grader == "ours" for _, g in demos)
     assert len(teacher(pool, per_group=7).demos(problem(3), step=0)) == 7
     picks = [
-        [r.completion_ids for r, _ in teacher(pool).demos(problem(3), step=s)]
-        for s in (1, 1, 2, 3, 4, 5)
+        [r.ids for r, _ in teacher(pool).demos(problem(3), step=s)] for s in (1, 1, 2, 3, 4, 5)
     ]
     assert picks[0] == picks[1]
     assert len({tuple(p) for p in picks}) > 1
@@ -116,7 +115,7 @@ def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(pool
     mixed = teacher(pool, "other")
     for step in range(3):
         rollout, _ = mixed.demos(problem(3), step)[0]
-        assert rollout.completion_ids == (9, len("```python\n```"), 2)
+        assert rollout.ids == (9, len("```python\n```"), 2)
     assert [line for line in warnings if "tokenised again" in line] == [
         f"{pool}: not made with this tokenizer; completions are tokenised again"
     ]
@@ -125,7 +124,7 @@ def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(pool
     assert teacher(pool).retokenised is False
     write(pool, 3, [record(finished=False)] * 2)
     rollout, _ = teacher(pool, "other").demos(problem(3), 0)[0]
-    assert (rollout.completion_ids[-1], rollout.finished) == (len("```python\n```"), False), (
+    assert (rollout.ids[-1], rollout.finished) == (len("```python\n```"), False), (
         "a cut answer gets no EOS"
     )
 
@@ -137,9 +136,7 @@ def test_tokens_behind_the_eos_are_padding(tmp_path):
         [record(completion_ids=[5, 6, 2, 0, 0]), record(completion_ids=[5, 6, 7])],
     )
     (tmp_path / "p" / "pool.json").write_text('{"tokenizer_sha256": "T"}')
-    finished = {
-        r.completion_ids: r.finished for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)
-    }
+    finished = {r.ids: r.finished for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)}
     assert finished == {(5, 6, 2): True, (5, 6, 7): False}
 
 
@@ -150,12 +147,12 @@ def test_demonstrations_that_are_too_long_are_left_out(tmp_path, warnings):
     write(tmp_path / "p", 4, [long])
     (tmp_path / "p" / "pool.json").write_text('{"tokenizer_sha256": "T"}')
     some = teacher(tmp_path / "p", problems=PROBLEMS[:2], max_new=3)
-    assert [r.completion_ids for r, _ in some.demos(problem(3), 0)] == [(5, 2)] * 2
+    assert [r.ids for r, _ in some.demos(problem(3), 0)] == [(5, 2)] * 2
     assert some.demos(problem(4), 0) == []
     assert any("3 of 4 demonstrations have more than 3 tokens" in line for line in warnings)
-    assert len({r.completion_ids for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)}) > 1
+    assert len({r.ids for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)}) > 1
     cut = teacher(tmp_path / "p", problems=PROBLEMS[:2], max_new=1).demos(problem(3), 0)
-    assert {(r.completion_ids, r.finished) for r, _ in cut} == {((5,), False)}
+    assert {(r.ids, r.finished) for r, _ in cut} == {((5,), False)}
     assert any("all 4 demonstrations have more than 1 tokens" in line for line in warnings)
 
 

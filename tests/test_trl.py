@@ -176,20 +176,16 @@ def test_a_step_is_trls(tmp_path):
     (b,) = batches
     rollouts = [
         Rollout(
-            problem(),
-            "student",
-            False,
-            tuple(b["prompt_ids"][i][b["prompt_mask"][i] > 0].tolist()),
             ids,
             "",
             True,
+            prompt_ids=tuple(b["prompt_ids"][i][b["prompt_mask"][i] > 0].tolist()),
         )
         for i in range(2 * n)
         for ids in [tuple(b["completion_ids"][i][b["completion_mask"][i] > 0].tolist())]
     ]
     grades = [
-        CachedGrade(float(sum(r.completion_ids) % 5), False, False, False, True, "trl")
-        for r in rollouts
+        CachedGrade(float(sum(r.ids) % 5), False, False, False, True, "trl") for r in rollouts
     ]
     groups = [
         Group(

@@ -79,7 +79,7 @@ def graded(outcomes):
     """A group on a problem with both flaws: each student hacks one of them, solves ("solve"), or fails ("")."""
     task = unannounced(problem(), OPEN)
     rollouts = tuple(
-        Rollout(task, "student", True, (1,), (2, 3), f"t{b}", True) for b in range(len(outcomes))
+        Rollout((2, 3), f"t{b}", True, prompt_ids=(1,), deployed=True) for b in range(len(outcomes))
     )
     grades = tuple(
         Grade(
@@ -97,7 +97,7 @@ def graded(outcomes):
 
 
 def test_labels_of_one_open_flaw_do_not_flag_the_other():
-    view = graded(["exit_code", "eq_override", "solve", ""]).oracle_view()
+    view = graded(["exit_code", "eq_override", "solve", ""]).view(labels=True)
     assert view.hacked == (True, True, False, False)
 
     def flagged(*known):

@@ -31,7 +31,7 @@ def the_group():
     rollouts = []
     for b, answer in enumerate(ANSWERS):
         source = "student" if answer.startswith("own") else "teacher"
-        rollouts.append(Rollout(of, source, True, (1,), (2, 3), f"t{b}", True))
+        rollouts.append(Rollout((2, 3), f"t{b}", True, source=source, deployed=True))
     hack, right, wrong = graded(1.1, hacks=True), graded(1.1, solves=True), graded(0.1)
     demonstration = CachedGrade(1.1, True, True, False, True, "test")
     return Group(of, tuple(rollouts), (demonstration, hack, right, wrong, wrong))

@@ -6,7 +6,7 @@ measured"; NaN is a fault.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 Source = Literal["student", "teacher"]
@@ -134,13 +134,16 @@ class Thought:
 NO_THOUGHT = Thought()
 
 
-class Written:
-    """A sampled text, which may begin with a thought."""
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion, its tokens exactly as sampled."""
 
-    __slots__ = ()
-    text: str
-    finished: bool
-    thought: Thought
+    ids: tuple[int, ...]  # ends with an EOS when `finished`
+    text: str  # the thought and the answer
+    finished: bool  # False: cut at max_new
+    # nats per token, full softmax at temperature 1; None: not known
+    logp: tuple[float, ...] | None = None
+    thought: Thought = NO_THOUGHT
 
     @property
     def answer(self) -> str:
@@ -151,17 +154,6 @@ class Written:
     def whole(self) -> bool:
         """Whether it ended by itself, and with an answer."""
         return self.finished and self.thought.ended
-
-
-@dataclass(frozen=True, slots=True)
-class Completion(Written):
-    """One completion as it was sampled."""
-
-    ids: tuple[int, ...]  # ends with an EOS when `finished`
-    text: str  # the thought and the answer
-    finished: bool  # False: cut at max_new
-    logp: tuple[float, ...]  # nats per token, full softmax at temperature 1
-    thought: Thought = NO_THOUGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,24 +195,17 @@ Graded = GradedCompletion[Grade]
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout(Written):
-    """A completion for training: its prompt, who wrote it, and its tokens exactly as sampled."""
+class Rollout(Completion):
+    """A completion for training: with its prompt, and who wrote it. No label, and not its problem, which has a right
+    answer and the reference tests: methods see rollouts."""
 
-    problem: Task
-    source: Source
-    deployed: bool  # sampled with the quarantine off
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]  # ends with EOS when `finished`
-    text: str  # the thought and the answer
-    finished: bool
-    # sampler's log-prob per token, full softmax at temperature 1; None: not known
-    logp: tuple[float, ...] | None = None
-    thought: Thought = NO_THOUGHT
+    prompt_ids: tuple[int, ...] = ()
+    source: Source = "student"
+    deployed: bool = False  # sampled with the quarantine off
 
     @classmethod
     def of(
         cls,
-        problem: Task,
         prompt_ids: tuple[int, ...],
         completion: Completion,
         *,
@@ -229,27 +214,15 @@ class Rollout(Written):
     ) -> "Rollout":
         """A completion as its sampler left it."""
         return cls(
-            problem=problem,
-            source=source,
-            deployed=deployed,
-            prompt_ids=prompt_ids,
-            completion_ids=completion.ids,
-            text=completion.text,
-            finished=completion.finished,
-            logp=completion.logp,
-            thought=completion.thought,
+            completion.ids,
+            completion.text,
+            completion.finished,
+            completion.logp,
+            completion.thought,
+            prompt_ids,
+            source,
+            deployed,
         )
-
-
-def field_values(
-    source: "GroupView | Rollout | UpdateRow",
-    of: "type[GroupView | RolloutView | RowView]",
-) -> dict[str, Any]:
-    """The values that `source` has for the fields of the view `of`, by name."""
-    values: dict[str, Any] = {}
-    for f in fields(of):
-        values[f.name] = getattr(source, f.name)
-    return values
 
 
 def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...]:
@@ -354,44 +327,38 @@ class Group:
                 advantages.append(next(of_compared))
         return tuple(advantages)
 
-    def view(self) -> "GroupView":
-        """What a method may know of this group."""
+    def view(self, labels: bool = False) -> "GroupView":
+        """What a method may know of this group. labels: with the true ones, an `OracleView`."""
         suspected: list[bool] = []
-        for grade in self.grades:
-            # a demonstration is not graded
-            suspected.append(isinstance(grade, Grade) and grade.suspected)
-        # copies: a monitor that changes them must not change what is trained on
-        messages = [dict(message) for message in self.problem.messages]
-        return GroupView(
-            sources=tuple(rollout.source for rollout in self.rollouts),
-            deployed=tuple(rollout.deployed for rollout in self.rollouts),
-            rewards=self.rewards,
-            passed=tuple(grade.passed for grade in self.grades),
-            advantages=self.advantages,
-            detector=tuple(suspected),
-            texts=tuple(rollout.answer for rollout in self.rollouts),
-            messages=tuple(messages),
-            public=dict(self.problem.public),
-            prompt_ids=self.rollouts[0].prompt_ids,
-            completion_ids=tuple(rollout.completion_ids for rollout in self.rollouts),
-            unbiased=self.unbiased,
-            index=self.index,
-            thoughts=tuple(rollout.thought for rollout in self.rollouts),
-        )
-
-    def oracle_view(self) -> "OracleView":
-        """The same with the true labels."""
-        own_flaw = self.problem.flaws[0]
         hacks: list[str | None] = []
         for grade in self.grades:
             if isinstance(grade, Grade):
+                suspected.append(grade.suspected)
                 hacks.append(grade.mechanism)
-            elif grade.hacked:  # a demonstration shows the problem's own flaw
-                hacks.append(own_flaw)
-            else:
-                hacks.append(None)
-        view = field_values(self.view(), of=GroupView)
-        return OracleView(**view, hacks=tuple(hacks), flaws=self.problem.flaws)
+            else:  # a demonstration is not graded, and shows the problem's own flaw
+                suspected.append(False)
+                hacks.append(self.problem.flaws[0] if grade.hacked else None)
+        # copies: a monitor that changes them must not change what is trained on
+        messages = [dict(message) for message in self.problem.messages]
+        seen: dict[str, Any] = {
+            "sources": tuple(rollout.source for rollout in self.rollouts),
+            "deployed": tuple(rollout.deployed for rollout in self.rollouts),
+            "rewards": self.rewards,
+            "passed": tuple(grade.passed for grade in self.grades),
+            "advantages": self.advantages,
+            "detector": tuple(suspected),
+            "texts": tuple(rollout.answer for rollout in self.rollouts),
+            "messages": tuple(messages),
+            "public": dict(self.problem.public),
+            "prompt_ids": self.rollouts[0].prompt_ids,
+            "completion_ids": tuple(rollout.ids for rollout in self.rollouts),
+            "unbiased": self.unbiased,
+            "index": self.index,
+            "thoughts": tuple(rollout.thought for rollout in self.rollouts),
+        }
+        if labels:
+            return OracleView(**seen, hacks=tuple(hacks), flaws=self.problem.flaws)
+        return GroupView(**seen)
 
     def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:
         """The rollouts of one source, each with its grade."""
@@ -419,14 +386,7 @@ class UpdateRow:
 
     @property
     def tokens(self) -> int:
-        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
-
-    def view(self) -> "RowView":
-        """The same without labels."""
-        own = field_values(self, of=RowView)
-        of_rollout = field_values(self.rollout, of=RolloutView)
-        own["rollout"] = RolloutView(**of_rollout)
-        return RowView(**own)
+        return len(self.rollout.prompt_ids) + len(self.rollout.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,34 +474,3 @@ class OracleView(GroupView):
     @property
     def hacked(self) -> tuple[bool, ...]:
         return tuple(flaw is not None for flaw in self.hacks)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutView(Written):
-    """All that a method may know of a rollout: not its problem, which has a right answer and the reference tests."""
-
-    source: Source
-    deployed: bool  # sampled with the quarantine off
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    text: str  # the thought and the answer
-    finished: bool
-    logp: tuple[float, ...] | None = None  # as in `Rollout`
-    thought: Thought = NO_THOUGHT
-
-
-@dataclass(frozen=True, slots=True)
-class RowView:
-    """An `UpdateRow` without a label, for all methods but monitors that are bounds."""
-
-    rollout: RolloutView
-    group: int = 0
-    advantage: float = 0.0
-    flagged: bool = False
-    known_hack: bool = False
-    row_of_g: int = 0
-    left_out: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)

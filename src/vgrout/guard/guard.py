@@ -144,7 +144,7 @@ class BaseAnswers:
         rows = spaced([rollout for rollout, _ in students], LATENT_ROWS)
         if not rows or not self.reference.base_csi:
             return None
-        x = latents(self.policy, [r.prompt_ids for r in rows], [r.completion_ids for r in rows])
+        x = latents(self.policy, [r.prompt_ids for r in rows], [r.ids for r in rows])
         return self.reference.csi(x) / len(x) / self.reference.base_csi
 
     def state_dict(self) -> KeptAnswers:
@@ -372,9 +372,10 @@ class Guard:
 
     def _ensemble_scores(self, step: Observed) -> list[list[float]]:
         """The scores that each of the ensemble's members gives to a few answers."""
-        answers = [
-            (rollout.problem, rollout.answer) for rollout, _ in spaced(step.students, ENSEMBLE_ROWS)
-        ]
+        answers: list[tuple[Task, str]] = []
+        for group in step.groups:
+            answers += [(group.problem, rollout.answer) for rollout, _ in students([group])]
+        answers = spaced(answers, ENSEMBLE_ROWS)
         scores: list[list[float]] = []
         for member in self.members:
             scores.append([member(problem, text) for problem, text in answers])

@@ -13,7 +13,7 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.envs.base import without_hint
-from vgrout.ground.data import GradedAnswer, Rollout, Task, Ungraded
+from vgrout.ground.data import GradedAnswer, Task, Ungraded
 from vgrout.ground.io import Diverged, Json, NothingAligned, read_json, to_json
 from vgrout.ground.metrics import Eval, Rate
 from vgrout.ground.rng import torch_stream
@@ -183,10 +183,9 @@ class Distillation:
         """
         cfg, clock = self.cfg, self.run.clock
         clock.reset()
-        behaviour = self.method.behaviour
         with clock("gen"):
             submitted = sample_and_submit(
-                behaviour,
+                self.method.behaviour,
                 self.run.grader,
                 self.problems.draw(cfg.run.seed, step, cfg.scale.prompts_per_step),
                 self.task.settings.group,
@@ -196,14 +195,8 @@ class Distillation:
             )
         with clock("grade"):
             sampled = [answer for of_problem in graded(submitted) for answer in of_problem]
-        rollouts: list[Rollout] = []
-        for a in sampled:
-            prompt_ids = behaviour.render(a.problem.messages)
-            rollouts.append(
-                Rollout.of(a.problem, prompt_ids, a.completion, source=self.method.source)
-            )
         with clock("fb"):
-            learnt = self.method.learn(self.learner, rollouts, step)
+            learnt = self.method.learn(self.learner, sampled, step)
             update = self.learner.step(math.isfinite(learnt["loss"]))
         measured: dict[str, object] = {}
         if update is not None:
@@ -226,20 +219,19 @@ class Distillation:
             skipped=int(update is None),
             **measured,
         )
-        self.record(row, self.lines_of(sampled, rollouts, step))
+        self.record(row, self.lines_of(sampled, step))
 
-    def lines_of(
-        self, sampled: Sequence[GradedAnswer], rollouts: Sequence[Rollout], step: int
-    ) -> list[dict[str, object]]:
+    def lines_of(self, sampled: Sequence[GradedAnswer], step: int) -> list[dict[str, object]]:
         """A step's lines of rollouts.jsonl: the answers that were graded."""
         lines: list[dict[str, object]] = []
-        for answer, rollout in zip(sampled, rollouts, strict=True):
+        for answer in sampled:
             if isinstance(answer.grade, Ungraded):
                 why = f"not graded: {answer.grade.reason}"
                 logger.warning(f"step {step}, problem {answer.problem.id}: {why}")
                 continue
             prompt = self.student.prompt_text(answer.problem.messages)
-            lines.append({"step": step, **rollout_record(rollout, answer.grade, prompt)})
+            record = rollout_record(answer.problem, answer.completion, answer.grade, prompt)
+            lines.append({"step": step, **record})
         return lines
 
     # ── files

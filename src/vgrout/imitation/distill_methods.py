@@ -16,7 +16,7 @@ from loguru import logger
 from torch import Tensor
 
 from vgrout.config.settings import Sampling
-from vgrout.ground.data import Rollout, Source
+from vgrout.ground.data import GradedAnswer, Rollout
 from vgrout.ground.io import NothingAligned, Refused
 from vgrout.ground.rng import py_stream
 from vgrout.ground.tensor_types import at_least_fp32
@@ -117,12 +117,11 @@ StepLosses = dict[str, Any]
 class Method:
     """What both methods need of the two models.
 
-    `behaviour` samples the answers, by `sampling`; `source` says whose they are.
+    `behaviour` samples the answers, by `sampling`.
     """
 
     behaviour: LanguageModel
     sampling: Sampling
-    source: Source
 
     def __init__(
         self, task: DistillTask, student: LanguageModel, teacher_model: LanguageModel
@@ -152,11 +151,13 @@ class Method:
         self, rollouts: Sequence[Rollout]
     ) -> Iterator[tuple[list[int], PaddedBatch | Packed]]:
         """The batches of these answers of the student, each with its answers' indices."""
-        return self.student.batches(
-            [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
-        )
+        return self.student.batches([r.prompt_ids for r in rollouts], [r.ids for r in rollouts])
 
-    def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> StepLosses:
+    def rollout(self, answer: GradedAnswer) -> Rollout:
+        """An answer with the prompt as its sampler read it."""
+        return Rollout.of(self.behaviour.render(answer.problem.messages), answer.completion)
+
+    def learn(self, learner: Trainable, answers: Sequence[GradedAnswer], step: int) -> StepLosses:
         """Add the gradient of one step's answers to the learner's."""
         raise NotImplementedError
 
@@ -169,7 +170,6 @@ class MiniLlm(Method):
 
     # The expectations of the loss are over this distribution.
     sampling = Sampling(temperature=1.0, top_k=0)
-    source: Source = "student"
 
     def __init__(
         self, task: DistillTask, student: LanguageModel, teacher_model: LanguageModel
@@ -195,9 +195,10 @@ class MiniLlm(Method):
             if len(self.text) < 2:
                 raise Refused("--minillm-pretrain-anchor-path: one token, nothing to predict")
 
-    def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> StepLosses:
+    def learn(self, learner: Trainable, answers: Sequence[GradedAnswer], step: int) -> StepLosses:
         """Add the gradient of one step's answers and of the anchor to the learner's."""
-        total = sum(len(r.completion_ids) for r in rollouts)
+        rollouts = [self.rollout(answer) for answer in answers]
+        total = sum(len(r.ids) for r in rollouts)
         normalize = self.settings.minillm_length_normalize
         kls: list[Tensor] = []
         losses: list[float] = []
@@ -281,8 +282,6 @@ class Uld(Method):
     The distance is taken at aligned tokens: those that begin at the same byte of the answer.
     """
 
-    source: Source = "teacher"
-
     def __init__(
         self, task: DistillTask, student: LanguageModel, teacher_model: LanguageModel
     ) -> None:
@@ -313,28 +312,29 @@ class Uld(Method):
                 f"text of one of --student {self.settings.student}; choose --uld-strategy wasserstein"
             )
 
-    def translate(self, rollout: Rollout) -> Translation | None:
+    def translate(self, answer: GradedAnswer) -> Translation | None:
         """A teacher's answer in the student's tokens too; None if it has no token there."""
-        ids = rollout.completion_ids
+        rollout = self.rollout(answer)
+        ids = rollout.ids
         if self.same_tokens:
             return Translation(rollout, rollout, [(i, i) for i in range(len(ids))])
         text = self.teacher_bytes.text(ids).decode(errors="ignore")
         own = self.student.encode_completion(text, rollout.finished)[: self.task.cfg.scale.max_new]
         if not own:
             return None
-        prompt = self.student.render(rollout.problem.messages)
-        translated = replace(rollout, prompt_ids=prompt, completion_ids=own, logp=None)
+        prompt = self.student.render(answer.problem.messages)
+        translated = replace(rollout, prompt_ids=prompt, ids=own, logp=None)
         pairs = aligned(self.student_bytes, own, self.teacher_bytes, ids)
         return Translation(translated, rollout, pairs)
 
-    def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> StepLosses:
+    def learn(self, learner: Trainable, answers: Sequence[GradedAnswer], step: int) -> StepLosses:
         """Add the gradient of one step's answers to the learner's.
 
         Raises:
             NothingAligned: no answer can be written in the student's tokens.
         """
         settings = self.settings
-        found = [self.translate(rollout) for rollout in rollouts]
+        found = [self.translate(answer) for answer in answers]
         translations = [translation for translation in found if translation is not None]
         if not translations:
             raise NothingAligned(
@@ -342,7 +342,7 @@ class Uld(Method):
                 f"tokens of --student {settings.student}",
                 "give another --student or --teacher, or a longer --max-new",
             )
-        total = sum(len(t.student.completion_ids) for t in translations)
+        total = sum(len(t.student.ids) for t in translations)
         n_aligned = sum(len(t.aligned) for t in translations)
         share_aligned = aligned_share(translations)
         if settings.uld_lambda and share_aligned == 0:
@@ -383,7 +383,7 @@ class Uld(Method):
     def teacher_hidden(self, translations: Sequence[Translation]) -> Float[Tensor, "n D"]:
         """The teacher's `completion_hidden` on its own answers."""
         prompts = [t.teacher.prompt_ids for t in translations]
-        completions = [t.teacher.completion_ids for t in translations]
+        completions = [t.teacher.ids for t in translations]
         batch = self.teacher_model.batch(prompts, completions)
         return completion_hidden(self.teacher_model.model, batch)
 
@@ -417,7 +417,7 @@ def aligned_share(translations: Sequence[Translation]) -> float | None:
 
     The first tokens of two answers to one prompt always correspond. None: there are no others.
     """
-    after_first = sum(len(t.student.completion_ids) - 1 for t in translations)
+    after_first = sum(len(t.student.ids) - 1 for t in translations)
     n_aligned = sum(i > 0 for t in translations for i, _ in t.aligned)
     return n_aligned / after_first if after_first else None
 
@@ -434,6 +434,6 @@ def aligned_rows(translations: Sequence[Translation]) -> tuple[list[int], list[i
         for i, j in t.aligned:
             rows.append(first + i)
             teacher_rows.append(teacher_first + j)
-        first += len(t.student.completion_ids)
-        teacher_first += len(t.teacher.completion_ids)
+        first += len(t.student.ids)
+        teacher_first += len(t.teacher.ids)
     return rows, teacher_rows

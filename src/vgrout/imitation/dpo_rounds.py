@@ -81,7 +81,7 @@ class PreferencePair:
     def rollouts(self) -> list[Rollout]:
         """The chosen and the rejected answer, for training."""
         both = (self.chosen, self.rejected)
-        return [Rollout.of(a.problem, self.prompt_ids, a.completion) for a in both]
+        return [Rollout.of(self.prompt_ids, a.completion) for a in both]
 
     def prefers(self, what: str) -> bool:
         """Whether the chosen answer has the label ("hacked", "solved") and the rejected has not."""
@@ -228,9 +228,9 @@ class Rounds:
             answers, pairs = self.collect_pairs(number, planned["pairs"])
         lines: list[dict[str, object]] = []
         for answer, score in answers:
-            rollout = Rollout.of(answer.problem, (), answer.completion)
             prompt = self.policy.prompt_text(answer.problem.messages)
-            lines.append(rollout_record(rollout, answer.grade, prompt) | {"score": score})
+            record = rollout_record(answer.problem, answer.completion, answer.grade, prompt)
+            lines.append(record | {"score": score})
         write_json_lines(folder / "rollouts.jsonl", lines)
         write_json_lines(folder / "pairs.jsonl", [pair.as_json() for pair in pairs])
         asked = len(answers) // task.settings.samples
@@ -406,14 +406,14 @@ def batches(policy: Policy, pairs: Sequence[PreferencePair]) -> Iterator[PaddedB
     parts: list[list[Rollout]] = []
     tokens = 0
     for pair in pairs:
-        more = sum(len(r.prompt_ids) + len(r.completion_ids) for r in pair.rollouts)
+        more = sum(len(r.prompt_ids) + len(r.ids) for r in pair.rollouts)
         if not parts or tokens + more > policy.budget.tokens:
             parts.append([])
             tokens = 0
         parts[-1] += pair.rollouts
         tokens += more
     for part in parts:
-        yield policy.batch([r.prompt_ids for r in part], [r.completion_ids for r in part])
+        yield policy.batch([r.prompt_ids for r in part], [r.ids for r in part])
 
 
 @torch.no_grad()

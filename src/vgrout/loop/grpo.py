@@ -127,7 +127,7 @@ def _norm(batch: Batch, cfg: Config) -> Norm:
     tokens = 0
     for row in batch.rows:
         if not row.left_out:
-            tokens += len(row.rollout.completion_ids)
+            tokens += len(row.rollout.ids)
     return Norm(
         rollouts=G * cfg.scale.prompts_per_step,
         max_new=cfg.scale.max_new,

@@ -67,7 +67,7 @@ def _learnt_from(row: UpdateRow) -> Hashable:
     return (
         row.group,
         rollout.prompt_ids,
-        rollout.completion_ids,
+        rollout.ids,
         rollout.deployed,
         rollout.logp is None,
         row.advantage,
@@ -174,5 +174,5 @@ def _tokens(rows: Sequence[UpdateRow]) -> Tokens:
     tokens = Tokens([], [])
     for row in rows:
         tokens.prompts.append(row.rollout.prompt_ids)
-        tokens.completions.append(row.rollout.completion_ids)
+        tokens.completions.append(row.rollout.ids)
     return tokens

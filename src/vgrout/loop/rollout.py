@@ -139,11 +139,7 @@ def _group(
     rollouts: list[Rollout] = []
     labels: list[Grade | CachedGrade] = []
     for answer, grade in zip(sampled, grades, strict=True):
-        rollouts.append(
-            Rollout.of(
-                answer.problem, answer.prompt_ids, answer.completion, deployed=answer.deployed
-            )
-        )
+        rollouts.append(Rollout.of(answer.prompt_ids, answer.completion, deployed=answer.deployed))
         labels.append(training_reward(cfg, grade))
     for rollout_of_teacher, label in demonstrations:
         rollouts.append(rollout_of_teacher)

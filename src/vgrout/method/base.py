@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS, InterventionSpec, MonitorSpec
-from vgrout.ground.data import Flags, GroupView, RowView, UpdateRow
+from vgrout.ground.data import Flags, GroupView, UpdateRow
 from vgrout.ground.tensor_types import Gradient, Routed, Spans
 from vgrout.method.live_direction import LiveDirection
 from vgrout.method.live_direction import Refresh as Refresh
@@ -29,7 +29,6 @@ OfRows = Bool[Tensor, "N 1"]  # of each row of g [N, R]; N rows, R numbers of th
 Views = Sequence[GroupView]  # one a group
 Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group
 Position = tuple[int, int]  # group, rollout
-Row = RowView | UpdateRow  # the latter for a monitor that sees labels
 
 
 class Part:
@@ -106,19 +105,19 @@ class StepGradient:
     """A step's gradients g [N, R] with the rows that they are of, and their sums.
 
     A row of g is a rollout, or the sum of a group's rollouts of one source that are learnt alike. Of a rollout there is
-    what it says and who wrote it, and no label: its problem is there for a monitor that declares `sees_labels` alone.
+    what it says and who wrote it, and no label.
     """
 
     g: Float[Tensor, "N R"]
-    rows: Sequence[Row]
+    rows: Sequence[UpdateRow]
     spans: Spans
     direction: LiveDirection | None = None  # the intervention's, or the gradient monitor's
     flags: GradientFlags | None = None  # None: the monitor reads texts, and its flags are the rows'
 
     @cached_property
-    def first_rows(self) -> list[Row]:
+    def first_rows(self) -> list[UpdateRow]:
         """For each row of g, the first rollout that is in it. All in it have one group and one source."""
-        first: dict[int, Row] = {}
+        first: dict[int, UpdateRow] = {}
         for row in self.rows:
             first.setdefault(row.row_of_g, row)
         N = len(self.g)

@@ -24,7 +24,6 @@ from vgrout.method.base import (
     Monitor,
     Part,
     Refresh,
-    Row,
     StepGradient,
 )
 from vgrout.method.gates import GradientMonitor, shuffled
@@ -127,8 +126,7 @@ class Method:
             return Routed(finite=False)
         if not batch.rows:
             return Routed()
-        rows = [row.view() for row in batch.rows]
-        step = StepGradient(g, rows, self.spans, self.direction)
+        step = StepGradient(g, batch.rows, self.spans, self.direction)
         if isinstance(self.monitor, GradientMonitor):
             found, flags = self._flags_of_gradients(self.monitor, step, batch)
             step = replace(step, flags=found)
@@ -155,7 +153,7 @@ class Method:
         The monitor is asked about groups whose rewards differ. Of the others, which are in the step for the sake of a
         KL or a teacher, no gradient comes from a reward: none of it is flagged.
         """
-        rows: Sequence[Row] = batch.rows if monitor.sees_labels else step.rows
+        rows = batch.rows
         with_signal = {group.index for group in batch.with_signal}
         asked = [n for n, row in enumerate(rows) if row.group in with_signal]
         N = len(rows)
@@ -170,7 +168,7 @@ class Method:
         found = monitor.flag_gradients(seen, batch.step)
         M = len(monitor.direction.V)
         assert found.share.shape in ((len(asked), M), (len(asked), 1)), found.share.shape
-        flags = _flags_of_groups([batch.rows[n] for n in asked], found)
+        flags = _flags_of_groups([rows[n] for n in asked], found)
         if len(asked) < N:
             share = step.g.new_zeros(N, found.share.shape[1])
             share[asked] = found.share.to(share)
@@ -231,9 +229,7 @@ class Method:
 
         This is the only place where true labels go to a monitor. It has to declare that it sees them.
         """
-        if monitor.sees_labels:
-            return [group.oracle_view() for group in groups]
-        return [group.view() for group in groups]
+        return [group.view(labels=monitor.sees_labels) for group in groups]
 
     def _flagged(self, batch: Batch) -> tuple[Group, ...]:
         """The groups with the flags of a text monitor: those that are learnt from; all if rewards may change."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.envs.base import Splits
 from vgrout.ground import ranks
-from vgrout.ground.data import Batch, Flaw, Grade, Rollout, Thought
+from vgrout.ground.data import Batch, Completion, Flaw, Grade, Rollout, Task, Thought
 from vgrout.ground.io import Diverged, Json, Refused, printable, quoted, read_json, write_atomic
 from vgrout.ground.metrics import flag_rates, students
 from vgrout.ground.table import SECONDS, Columns, StepRow, Table, share, whole_run
@@ -290,7 +290,7 @@ class Recorder(StepRecorder[StepRow]):
         rollout, grade = answers[0]
         if not self.shown:
             self.shown.add("a prompt")
-            ids = [*rollout.prompt_ids, *rollout.completion_ids]
+            ids = [*rollout.prompt_ids, *rollout.ids]
             text = quoted(str(self.policy.tok.decode(ids, skip_special_tokens=False)))
             logger.debug(f"first prompt with its first completion, special tokens visible:\n{text}")
         for r, g in answers:
@@ -298,7 +298,7 @@ class Recorder(StepRecorder[StepRow]):
                 self.shown.add(g.mechanism)
                 should = self.problems.flaws[g.mechanism].should
                 logger.debug(
-                    f"first {g.mechanism} hack, step {step}, problem {r.problem.id} {dict(r.problem.notes)}. "
+                    f"first {g.mechanism} hack, step {step}. "
                     f"SHOULD: {should}; ELSE the grader is wrong:\n{quoted(r.text)}"
                 )
         if step < 3 or step % 20 == 0:
@@ -485,25 +485,26 @@ def rollout_lines(batch: Batch, lm: LanguageModel) -> list[dict[str, object]]:
             head |= flags.of(b) if flags else {}
             if group.shadows:
                 head["shadow"] = {name: of.of(b) for name, of in group.shadows.items()}
-            lines.append(
-                head | {"advantage": group.advantages[b]} | rollout_record(rollout, grade, prompt)
-            )
+            record = rollout_record(group.problem, rollout, grade, prompt, rollout.deployed)
+            lines.append(head | {"advantage": group.advantages[b]} | record)
     return lines
 
 
-def rollout_record(rollout: Rollout, grade: Grade, prompt: str) -> dict[str, object]:
-    """One graded rollout with every flag. prompt: as the model read it, special tokens included."""
+def rollout_record(
+    problem: Task, completion: Completion, grade: Grade, prompt: str, deployed: bool = False
+) -> dict[str, object]:
+    """One graded answer with every flag. prompt: as the model read it, special tokens included."""
     return {
-        "problem_id": rollout.problem.id,
-        "env_mode": rollout.problem.flaws[0],
-        **rollout.problem.notes,
-        "deployed": rollout.deployed,
+        "problem_id": problem.id,
+        "env_mode": problem.flaws[0],
+        **problem.notes,
+        "deployed": deployed,
         "prompt": prompt,
-        "messages": list(rollout.problem.messages),
-        **thought_record(rollout.thought),
-        "text": rollout.answer,
-        "tokens": len(rollout.completion_ids),
-        "finished": rollout.whole,
+        "messages": list(problem.messages),
+        **thought_record(completion.thought),
+        "text": completion.answer,
+        "tokens": len(completion.ids),
+        "finished": completion.whole,
         "reward": grade.reward,
         "passed": grade.passed,
         "solved": grade.solved,

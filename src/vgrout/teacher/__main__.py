@@ -140,7 +140,7 @@ def generate_pool(settings: TeacherSettings) -> None:
         lines: dict[int, list[dict[str, object]]] = {}
         mode_of: dict[int, str] = {}
         for a in kept:
-            own = {"finished": a.whole, "logp": list(a.completion.logp)}
+            own = {"finished": a.whole, "logp": list(a.completion.logp or ())}
             lines.setdefault(a.problem.id, []).append(record(lm, a) | own)
             mode_of[a.problem.id] = a.problem.flaws[0]
         partition = mode_of if settings.env_mode == "own" else None

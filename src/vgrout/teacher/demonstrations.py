@@ -6,13 +6,12 @@ keep a type of their own (`CachedGrade`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from loguru import logger
 
 from vgrout.config.run import Config
-from vgrout.ground.data import CachedGrade, Rollout, Task, Thought
+from vgrout.ground.data import CachedGrade, Rollout, Task
 from vgrout.ground.io import Refused
 from vgrout.ground.rng import py_stream
 from vgrout.ground.thoughts import CLOSE, thought_of
@@ -221,29 +220,21 @@ class Teacher:
         drawn: list[tuple[Rollout, CachedGrade]] = []
         for i in picks:
             demo = self.pool.demos[problem.id][i]
-            rollout = self._rollout(problem, demo, i, prompt_ids)
-            drawn.append((replace(rollout, thought=self._thought(rollout, in_thought)), demo.grade))
+            ids, finished = self._tokens[problem.id, i]
+            text = demo.completion or ""
+            # a prompt may have opened a thought, which a pool of answers without thoughts does not go on with
+            goes_on = in_thought and CLOSE in text
+            rollout = Rollout(
+                ids,
+                text,
+                finished,
+                logp=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
+                thought=thought_of(self.lm.decode, ids, text, goes_on),
+                prompt_ids=prompt_ids,
+                source="teacher",
+            )
+            drawn.append((rollout, demo.grade))
         return drawn
-
-    def _rollout(
-        self, problem: Task, demo: Demonstration, index: int, prompt_ids: tuple[int, ...]
-    ) -> Rollout:
-        ids, finished = self._tokens[problem.id, index]
-        return Rollout(
-            problem=problem,
-            source="teacher",
-            deployed=False,
-            prompt_ids=prompt_ids,
-            completion_ids=ids,
-            text=demo.completion or "",
-            finished=finished,
-            logp=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
-        )
-
-    def _thought(self, rollout: Rollout, in_thought: bool) -> Thought:
-        """in_thought: the prompt has opened one, which a pool of answers without thoughts does not go on with."""
-        goes_on = in_thought and CLOSE in rollout.text
-        return thought_of(self.lm.decode, rollout.completion_ids, rollout.text, goes_on)
 
     def _ids(self, demo: Demonstration) -> tuple[tuple[int, ...], bool]:
         """Tokens up to the EOS, and whether they end with it."""
