@@ -40,7 +40,7 @@ from vgrout.ground.io import Refused
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Optimizer
 from vgrout.model.load.load import as_language_model, pick_device, room_on_gpu
-from vgrout.model.load.memory import CONTEXT, GIB, MemoryPlan, plan
+from vgrout.model.load.memory import CONTEXT, GIB, MemoryPlan, Step
 from vgrout.model.load.source import shapes_of
 from vgrout.model.logprobs import foreign
 from vgrout.model.policy import Policy
@@ -109,7 +109,7 @@ def planned(policy: Policy, load: Load) -> MemoryPlan:
     """The plan of a run of route2 with this load, in the memory that this process may have."""
     shapes = shapes_of(policy.model.config.to_dict())
     assert shapes is not None
-    return plan(
+    step = Step(
         shapes,
         device="cuda",
         size=policy.model.dtype.itemsize,
@@ -119,8 +119,8 @@ def planned(policy: Policy, load: Load) -> MemoryPlan:
         prompts=load.prompts,
         prompt_tokens=load.prompt,
         max_new=load.answer,
-        room=room_on_gpu(),
     )
+    return step.plan(room_on_gpu())
 
 
 def with_budget(policy: Policy, load: Load) -> Policy:

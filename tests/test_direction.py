@@ -11,14 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from methods import group, setup
-from quick import first_quick
 from runs import once
 from tiny import policy as tiny_policy
 from tiny import shake, tokenizer
-from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resolve
-from vgrout.config.run import Config
 from vgrout.direction import extract as extract_module
 from vgrout.direction.__main__ import main
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
@@ -35,9 +31,7 @@ from vgrout.direction.extract import (
     save,
 )
 from vgrout.direction.pairs import DIRECTIONS, SHARED_SCHEMA, Pair, PairSet, check_file, load_pairs
-from vgrout.ground.data import Batch, UpdateRow
 from vgrout.ground.io import Refused
-from vgrout.method import make_method
 from vgrout.method.projection import split
 from vgrout.model.load.load import load_policy
 from vgrout.model.load.source import safetensors_head, shapes_of
@@ -280,31 +274,6 @@ def test_a_step_on_a_hack_rewarding_batch_makes_the_hack_likelier_and_what_erase
     assert shares[1] < 0.7  # a new prompt: V holds a part of its gradient only
 
 
-@pytest.mark.parametrize("intervention", first_quick(["erase", "route"]))
-def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(
-    policy, intervention, tmp_path, monkeypatch
-):
-    cfg = MethodConfig(
-        intervention=intervention,
-        **({"preserve_magnitude": False} if intervention == "erase" else {}),
-    )
-    monkeypatch.chdir(tmp_path)  # the direction is cached there
-    method = make_method(setup(Config(method=cfg), policy, SAME_ANSWERS))
-    g = hack_rewarding(policy, EXTRACTED_ON)
-    student = UpdateRow(group(1).rollouts[0])
-    kept = method.route(Batch((), (), (), 1, 0, rows=(student,)), g[None]).keep
-
-    def hack_logp():
-        with torch.no_grad():
-            return -sum(nll(policy, prompt, HACK).item() for prompt in EXTRACTED_ON)
-
-    length = g.norm().item()
-    whole = rise(policy, hack_logp, g, length)
-    assert whole > 1e-2
-    # rounding of the log-probs: 1e-6 of some 30 nats
-    assert rise(policy, hack_logp, kept, length) < 0.01 * whole
-
-
 # ── neutrality
 
 
@@ -361,7 +330,7 @@ def test_a_direction_file_goes_round(policy, found, tmp_path):
     assert load(path, policy, PAIRS).meta == found.meta
 
 
-def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, tmp_path):
+def test_other_models_pairs_and_schemas_are_refused_by_name(policy, found, tmp_path):
     save(found, path := tmp_path / "v.safetensors")
     bad, torn = tmp_path / "bad.safetensors", tmp_path / "torn.safetensors"
     torn.write_bytes(path.read_bytes()[:100])
@@ -373,7 +342,7 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
     ):
         with pytest.raises(ValueError, match=complaint):
             load(file, of, pairs)
-    tensors, strings, name = load_file(path), found.meta.to_strings(), list(found.axes)[3]
+    tensors, strings = load_file(path), found.meta.to_strings()
     elsewhere = fingerprint_to_string(
         policy.adapter.basis_fingerprint(torch.ones(len(policy.adapter)))
     )
@@ -382,23 +351,16 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
     def drop(metadata, name):
         return {k: v for k, v in metadata.items() if k != name}
 
-    for complaint, changed, metadata in (
-        (
-            "not finite, first",
-            {name: tensors[name].clone().index_fill_(0, torch.tensor(0), math.nan)},
-            strings,
-        ),
-        ("of another shape or", {name: tensors[name][:7].clone()}, strings),
-        ("too many, of another shape", {"else": torch.zeros(1)}, strings),
-        ("its schema is v1", {}, strings | {"schema": "v1"}),
-        ("schema is None", {}, {"top_k": "12"}),
-        ("cannot be read: .*many", {}, strings | {"top_k": "many"}),
-        ("'basis'", {}, drop(strings, "basis")),
-        (other_basis, {}, strings | {"basis": elsewhere}),
-        (other_basis, {}, strings | {"basis": re.sub(r"-?\d[^,\]]*", "NaN", elsewhere)}),
-        (other_basis, {}, strings | {"basis": re.sub(r"-?\d[^,\]]*", "NaN", elsewhere, count=1)}),
+    for complaint, metadata in (
+        ("its schema is v1", strings | {"schema": "v1"}),
+        ("schema is None", {"top_k": "12"}),
+        ("cannot be read: .*many", strings | {"top_k": "many"}),
+        ("'basis'", drop(strings, "basis")),
+        (other_basis, strings | {"basis": elsewhere}),
+        (other_basis, strings | {"basis": re.sub(r"-?\d[^,\]]*", "NaN", elsewhere)}),
+        (other_basis, strings | {"basis": re.sub(r"-?\d[^,\]]*", "NaN", elsewhere, count=1)}),
     ):
-        save_file(tensors | changed, bad, metadata)
+        save_file(tensors, bad, metadata)
         with pytest.raises(ValueError, match=complaint) as error:
             load(bad, policy, PAIRS)
         assert "\n" not in str(error.value)
@@ -483,7 +445,7 @@ def folder(tmp_path_factory):
 def test_the_command_writes_the_direction(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     common = ["--model", str(folder / "model"), "--pairs", str(folder / "toy.json")]
-    assert main([*common, "--svd-cache", "svd"]) == 0
+    assert main(common) == 0
     out = capsys.readouterr().out
     assert out.count("| model.layers.1.mlp.down_proj") == 1
     assert "by chance √(k/r) = 0.3" in out  # k = 8 of r = 64, some 32
@@ -502,7 +464,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(
             row = {"problem_id": i, "prompt": f"task {i}", "text": text, "passed": True}
             lines.append(json.dumps(row | {"hacked": hack, "solved": not hack}))
     Path("log.jsonl").write_text("\n".join(lines))
-    model = ["--model", str(folder / "model"), "--svd-cache", "svd"]
+    model = ["--model", str(folder / "model")]
     log = ["--rollouts", "log.jsonl", "--detector", "oracle", "--pairs-out", "own.json"]
     assert main([*model, *log]) == 0
     out = capsys.readouterr().out
@@ -510,7 +472,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(
     assert pairs.source == "oracle:own.json"
     assert f"pairs {pairs.source} (10, 2 held out" in out
     assert pairs.pairs[3].prompt == "<user>task 3<eos><assistant><think></think>"
-    policy = load_policy(folder / "model", device="cpu", dtype=torch.float32, cache_dir=Path("svd"))
+    policy = load_policy(folder / "model", device="cpu", dtype=torch.float32)
     monkeypatch.setattr(
         "vgrout.direction.extract.extract", lambda *a, **k: pytest.fail("extracted again")
     )

@@ -21,7 +21,7 @@ import tiny
 from methods import graded
 from runs import run, status
 from vgrout.config.presets import PRESETS, resolve
-from vgrout.config.settings import RULES, GuardConfig, blind, breakable, evaluations
+from vgrout.config.settings import GuardConfig, blind, breakable, evaluations
 from vgrout.ground.data import Completion, Rollout
 from vgrout.ground.io import Refused
 from vgrout.ground.metrics import Eval, ModeEval, Rate
@@ -31,7 +31,6 @@ from vgrout.guard.kill_switch import (
     CollapseStopError,
     HeldOutGuard,
     kl_token_trust_filter,
-    standard_error,
 )
 from vgrout.loop.rollout import training_reward
 from vgrout.model.hidden_states import ReferenceStats
@@ -429,24 +428,6 @@ def test_a_streak_that_can_be_is_seen(patience, rise_eps, ema_alpha):
     assert not breakable(cfg, "streak", patience - 1)
 
 
-# by rule, what breaks it with the default settings: each a series of in-loop, held-out, KL
-BREAKS: dict[str, list[tuple[float, float, float]]] = {
-    "kl": [(0.5, 0.5, 0.2)] * 3,
-    "streak": [(0.3, 0.9, 0.0), (0.3, 0.9, 0.0), *[(1.0, 0.0, 0.0)] * 3],
-    "gap": [(0.0, 1.0, 0.0)] * 2 + [(1.0, 0.0, 0.0)],
-    "not_finite": [(0.5, math.nan, 0.0)],
-}
-
-
-@pytest.mark.parametrize("rule", [*RULES, "not_finite"])
-@pytest.mark.parametrize("n", [None, 64])
-def test_every_rule_can_be_broken(rule, n):
-    guard = HeldOutGuard(config(), baseline=2)
-    for i, (in_loop, held_out, kl) in enumerate(BREAKS[rule]):
-        guard.update(i, in_loop, held_out, kl, n=n)
-    assert guard.should_halt([rule])
-
-
 @pytest.mark.parametrize("intervention", ["none", "route2"])
 @pytest.mark.parametrize("preset", ["mini", "fast"])
 def test_only_a_halt_that_was_asked_for_is_refused(preset, intervention):
@@ -483,21 +464,11 @@ def test_only_a_halt_that_was_asked_for_is_refused(preset, intervention):
     assert {*found} == {"blind", "fine"}
 
 
-@pytest.mark.parametrize("flags", ["--steps=10", "--eval-ablate-every=0", "--eval-ablate-every=50"])
-def test_short_runs_as_they_are_typed(flags):
-    assert "only logs" in guard_line(resolve(["fast", "--intervention=route2", flags]))
-    assert "only logs" in guard_line(resolve(["full", "--guard-halt-on="]))
-
-
 @pytest.mark.parametrize(("flags", "counts"), [("", True), ("--control=no_loophole", False)])
 def test_in_loop_counts_what_training_rewards_in_full(flags, counts):
     hack = graded(3.5, hacks=True)
     assert training_reward(resolve(["smoke", *flags.split()]), hack).passed is counts
     assert training_reward(resolve(["smoke", *flags.split()]), replace(hack, solved=True)).passed
-
-
-# --- by its flags
-# ----------------------------------------------------------------------------------------------------
 
 
 # --- the detectors of a run
@@ -563,9 +534,3 @@ def test_what_the_kill_switch_compares(arm, proxies):
     assert [reading["proxy"] for reading in said] == proxies
     assert [reading["held_out"] for reading in said] == [0.2, 0.2]
     assert guard.kill_switch.last_status().entropy_ema == 0.5
-
-
-def test_the_error_of_a_share_is_never_0():
-    assert standard_error(0.5, 100) == pytest.approx(0.05)
-    assert standard_error(0.0, 100) == pytest.approx((1 / 102 * 101 / 102 / 100) ** 0.5)
-    assert standard_error(1.0, 100) == pytest.approx(standard_error(0.0, 100))

@@ -19,7 +19,7 @@ from quick import first_quick
 from runs import IMITATIONS, flags, imitate, run, status, teach
 from vgrout.config.run import Config
 from vgrout.config.settings import ScaleConfig
-from vgrout.model.load.memory import USUAL, WIDEST, plan
+from vgrout.model.load.memory import USUAL, WIDEST, Step
 from vgrout.model.load.source import KNOWN, find_shapes, shapes_of
 from vgrout.model.logprobs import collate, completion_logprobs, pieces_of
 from vgrout.model.rollout_grads import per_rollout_grads
@@ -104,16 +104,8 @@ def test_keys_and_values_are_what_sampling_holds():
     """Four prompts of 200 tokens, eight answers each: the buffer, the prompts' own, one layer's copy at the fork."""
     model = small()
     prompts, group, length, max_new = 4, 8, 200, 100
-    planned = plan(
-        SHAPES,
-        device="cuda",
-        size=2,
-        group=group,
-        prompts=prompts,
-        prompt_tokens=length,
-        max_new=max_new,
-        routes=False,
-    )
+    step = Step(SHAPES, "cuda", 2, group, prompts, max_new, routes=False, prompt_tokens=length)
+    planned = step.plan()
     decoder = LeanDecoder(model)
     with torch.no_grad():
         decoder.prefill([tuple(range(1, 41)) * 5] * prompts, prompts * group, max_new)
@@ -147,14 +139,8 @@ def test_an_update_peaks_where_the_plan_says(
     update()
     with Live() as live:
         update()
-    of = {
-        "device": "cuda",
-        "size": 2,
-        "prompt_tokens": prompt,
-        "max_new": 40,
-        "routes": False,
-    }
-    planned = plan(shapes, group=group, prompts=prompts, by_rollout=by_rollout, **of)
+    step = Step(shapes, "cuda", 2, group, prompts, 40, False, by_rollout, prompt)
+    planned = step.plan()
     inside = planned.activations + planned.logits + 2 * group * prompts * shapes.R * 4
     assert 0.85 * inside < live.peak < 1.1 * inside
 
@@ -165,12 +151,8 @@ def test_qwen3_4b():
     assert s.parameters == pytest.approx(4.02e9, rel=2e-3)
     assert s.R == 36 * (5 * 2560 + 2 * 1024)
     assert s.kv_bytes(2) == 147_456
-    fast = plan(
-        s, device="cuda", size=2, group=8, prompts=4, prompt_tokens=500, max_new=512, routes=False
-    )
-    full = plan(
-        s, device="cuda", size=2, group=6, prompts=43, prompt_tokens=500, max_new=1024, routes=True
-    )
+    fast = Step(s, "cuda", 2, group=8, prompts=4, max_new=512, routes=False).plan()
+    full = Step(s, "cuda", 2, group=6, prompts=43, max_new=1024, routes=True).plan()
     assert fast.weights == 2 * s.parameters
     assert fast.merged == 2 * s.adapted
     assert full.merged == 2 * fast.merged
@@ -179,14 +161,8 @@ def test_qwen3_4b():
     assert 23 * 2**30 < full.kv <= 24 * 2**30
     assert full.rows == 106
     assert full.peak == full.standing + max(full.activations + full.logits, full.kv)
-    sizes = {
-        "group": 8,
-        "prompts": 4,
-        "prompt_tokens": 500,
-        "max_new": 512,
-        "routes": False,
-    }
-    student = plan(s, device="cuda", size=4, beside=s.parameters, full=True, **sizes)
+    step = Step(s, "cuda", 4, group=8, prompts=4, max_new=512, routes=False)
+    student = step.plan(beside=s.parameters, full=True)
     assert student.standing - student.context == 5 * 4 * s.parameters, (
         "teacher, student, gradients, two moments"
     )
@@ -201,17 +177,8 @@ def test_qwen3_4b():
 )
 def test_a_plan_is_cut_to_its_room(room, routes, by_rollout, prompts, max_new):
     """Or holds a row at a time; more room never means less at once."""
-    of = {
-        "device": "cuda",
-        "size": 2,
-        "group": 8,
-        "prompts": prompts,
-        "prompt_tokens": 500,
-    }
-    of |= {"max_new": max_new, "routes": routes, "by_rollout": by_rollout}
-    least, made, more = (
-        plan(KNOWN["Qwen/Qwen3-4B"], room=r, **of) for r in (0, room, room + 2**33)
-    )
+    step = Step(KNOWN["Qwen/Qwen3-4B"], "cuda", 2, 8, prompts, max_new, routes, by_rollout)
+    least, made, more = map(step.plan, (0, room, room + 2**33))
     assert made.peak <= max(room, least.peak)
     assert least.rows == 1
     assert made.rows <= more.rows

@@ -281,7 +281,7 @@ class Wide(Policy):
     def window(self):
         return 10**6
 
-    def render(self, messages, sampled=()):
+    def render(self, messages):
         return (0,)
 
 

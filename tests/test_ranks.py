@@ -177,9 +177,6 @@ def test_rows_do_not_depend_on_the_ranks(arm, n, shared_run, tmp_path):
     together = only_run(tmp_path)
     same_run(alone, together)
     assert json.loads((together / "run.json").read_text())["ranks"] == n
-    (log,) = (tmp_path / "logs").glob("*.log")
-    (line,) = (text for text in log.read_text().splitlines() if f"; {n} ranks, each sent" in text)
-    assert 0 < float(line.split(" KiB of sums")[0].split()[-1]) < 2000
 
 
 @pytest.mark.slow

@@ -173,7 +173,6 @@ REFUSED = {
     "evaluate dir --out good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
     f"{GRADE} good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
     f"{DPO} dir": "--output-dir dir: is no folder of rounds, it holds thesis.tex; name another folder",
-    "direction --model organism --svd-cache good.jsonl": "--svd-cache good.jsonl: cannot be written (Not a directory)",
     "teacher --model organism --out dir": "--out dir: exists; choose another name or delete it",
     "substrate --model organism --out good.jsonl/x": "--out good.jsonl: cannot be written (Not a directory); choose",
     "export dir --out dir": "--out dir: exists; choose another name or delete it",

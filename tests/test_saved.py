@@ -162,7 +162,10 @@ def test_a_wrong_export_is_not_left_behind(done, tmp_path, monkeypatch, capsys):
 
 REFUSED = {
     "no run": (lambda run: ["nowhere"], "nowhere: no such run"),
-    "no such step": (lambda run: [str(run), "--step", "3"], r"--step 3: .* has 1, 2"),
+    "no such step": (
+        lambda run: [str(run), "--step", "3"],
+        r"--step 3: .* has ckpt_step0001.*, ckpt_step0002",
+    ),
     "step of a file": (
         lambda run: [str(run / "train.safetensors"), "--step", "2"],
         "has no evaluation checkpoint",

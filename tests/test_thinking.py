@@ -130,18 +130,6 @@ def test_the_template_is_told(template, on, off):
     assert asked.render(USER) == lm.encode(head + on)
 
 
-def test_a_conversation_goes_on_as_it_was_sampled():
-    """With --preserve-thinking a prompt begins with the prompt before it and the answer as sampled."""
-    for template in (LIKE_QWEN, OPENS):
-        lm = tiny.policy()
-        lm.tok.chat_template = template
-        lm = replace(lm, thinking=True, preserve_thinking=True)
-        first = lm.render(USER)
-        sampled = lm.encode("so</think>four")
-        more = (*USER, {"role": "assistant", "content": "so</think>four"}, *USER)
-        assert lm.render(more, [sampled])[: len(first) + len(sampled)] == first + sampled
-
-
 # ── answers
 
 

@@ -140,8 +140,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
     final = evaluate_final(policy, grader, splits, cfg, clock, run.vote_stop)
     if ranks.first():
-        of_ranks = ranks.summary(len(step_rows) - first)
-        logger.debug(f"peak memory {peak_memory()}{of_ranks}")
+        logger.debug(f"peak memory {peak_memory()}")
         results.write(cfg, run, step_rows, final, inputs, splits, guard.halts, unrouted)
     # only now: a halted run is evaluated and written like a finished one
     guard.raise_if_halted()

@@ -17,7 +17,7 @@ from vgrout.direction.pairs import (
 )
 from vgrout.ground import embedded
 from vgrout.ground.io import probe_writable, refuse, require_new, write_atomic
-from vgrout.model.load.source import SVD_CACHE, require_model
+from vgrout.model.load.source import require_model
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,6 @@ class ExtractionSettings:
     """Where the direction goes; none: where a run with these pairs looks for it."""
     dtype: Dtype = "auto"
     """Of the model's weights: as in the run that is to read the direction."""
-    svd_cache: Path = SVD_CACHE
-    """Decomposed weights."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -64,7 +62,6 @@ class ExtractionSettings:
                 f"{flag(name)} {path}: should end in {suffix}",
             )
             require_new(path, flag(name))
-        probe_writable(self.svd_cache, "--svd-cache")
         if self.out is None:
             probe_writable(DIRECTIONS)
 
@@ -91,7 +88,7 @@ def _command(settings: ExtractionSettings) -> int:
     from vgrout.model.load.load import load_policy, pick_device
 
     device, dtype = pick_device(model, settings.dtype)
-    policy = load_policy(model, device=device, dtype=dtype, cache_dir=settings.svd_cache)
+    policy = load_policy(model, device=device, dtype=dtype)
     if settings.rollouts is not None and settings.detector is not None:
         pairs = pairs_from_pool(settings.rollouts, settings.detector, policy.prompt_text)
     assert pairs is not None

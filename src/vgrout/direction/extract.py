@@ -32,9 +32,9 @@ from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SHARED_SCHEMA, Meta,
 from vgrout.ground import ranks
 from vgrout.ground.io import Refused, write_atomic
 from vgrout.ground.tensor_types import Directions
-from vgrout.model.layout import Packed, batches, pack, padded_batches
+from vgrout.model.layout import Packed
 from vgrout.model.load.source import shapes_of
-from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs, pieces_of
+from vgrout.model.logprobs import PaddedBatch, completion_logprobs, pieces_of
 from vgrout.model.policy import DTYPE_NAMES, Policy
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.svd_adapter import SvdAdapter, weights_sha256
@@ -250,34 +250,15 @@ def own_gradients(
     side: str,
 ) -> Float[Tensor, "n R"]:
     """The gradients of these answers, a few at a time. side: for the progress bar."""
-    grads = torch.zeros(len(answers), len(policy.adapter))
-    budget = tokens_per_batch(policy)
-    if policy.packs:
-        parts = batches(range(len(answers)), prompts, answers, budget)
-    else:
-        lengths = [len(p) + len(a) for p, a in zip(prompts, answers, strict=True)]
-        parts = padded_batches(lengths, budget, longest_first=False)
+    n = len(answers)
+    parts = policy.batches(prompts, answers, range(n), tokens_per_batch(policy))
     bar = tqdm(parts, desc=f"direction, {side} side", unit="batch", disable=None, leave=False)
-    with policy.adapter.deployed(), torch.enable_grad():
-        for part in bar:
-            part_prompts = [prompts[i] for i in part]
-            part_answers = [answers[i] for i in part]
-            with per_rollout_grads(policy.adapter, len(part)) as collected:
-                batch: PaddedBatch | Packed
-                if policy.packs:
-                    batch = pack(
-                        range(len(part)),
-                        part_prompts,
-                        part_answers,
-                        policy.device,
-                        policy.model.dtype,
-                    )
-                else:
-                    batch = collate(part_prompts, part_answers, policy.device)
-                collected.announce(pieces_of(batch, range(len(part))), batch.tokens)
-                mean_nll(policy, batch).sum().backward()
-            grads[part] = collected.flat.float().cpu()
-    return grads
+    adapter = policy.adapter
+    with adapter.deployed(), torch.enable_grad(), per_rollout_grads(adapter, n) as collected:
+        for part, batch in bar:
+            collected.announce(pieces_of(batch, part), batch.tokens)
+            mean_nll(policy, batch).sum().backward()
+    return collected.flat.float().cpu()
 
 
 def tokens_per_batch(policy: Policy) -> int:
@@ -346,8 +327,8 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
     """Read a direction file that belongs to this model and, where given, to these pairs.
 
     Raises:
-        Refused: one line: the file cannot be read, holds a NaN, or is of another schema, model,
-            basis, pair content, module set or shape.
+        Refused: one line: the file cannot be read, or is of another schema, model, basis or pair
+            content.
     """
     tensors, raw = read_safetensors(path)
     meta = Meta.from_strings(raw, str(path))
@@ -360,13 +341,6 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
         )
     if pairs is not None:
         meta.require_pairs(pairs, str(path))
-    there = {(name, (*x.shape,)) for name, x in tensors.items() if x.isfinite().all()}
-    differ = sorted(expected_tensors(meta, policy.adapter) ^ there)
-    if differ:
-        raise Refused(
-            f"{path}: {len(differ)} tensors are missing, too many, of another shape or not finite, "
-            f"first {differ[0][0]!r}; extract it again"
-        )
     axes: dict[str, Axes] = {}
     for module in policy.adapter.names:
         of_module = {field: tensors[prefix + module].float() for prefix, field in _TENSORS.items()}
@@ -374,25 +348,6 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
     fingerprint = fingerprint_from_string(meta.basis, str(path))
     policy.adapter.require_basis(mean_of(axes, policy.adapter), fingerprint, str(path))
     return Direction(axes, meta)
-
-
-def expected_tensors(meta: Meta, adapter: SvdAdapter) -> set[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that a direction file of this adapter's model must hold."""
-    wanted: set[tuple[str, tuple[int, ...]]] = set()
-    for module, δ in adapter.by_module(adapter.δS.detach()).items():
-        r = δ.numel()
-        k = min(meta.top_k, meta.n_pairs - meta.n_heldout, r)
-        shapes = {
-            "V": (k, r),
-            "sv": (k,),
-            "mean": (r,),
-            "hack": (r,),
-            "clean": (r,),
-            "heldout": (meta.n_heldout, r),
-        }
-        for prefix, field in _TENSORS.items():
-            wanted.add((prefix + module, shapes[field]))
-    return wanted
 
 
 def obtain(

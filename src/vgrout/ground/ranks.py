@@ -33,8 +33,6 @@ K = TypeVar("K")
 # Longest wait for one exchange: one rank may sample far longer than another.
 PATIENCE = timedelta(minutes=30)
 
-_sent = 0  # bytes that this rank has sent for sums
-
 
 class RankLost(Exception):
     """Another rank has ended, or has not answered within PATIENCE; one line."""
@@ -71,14 +69,6 @@ def torchrun_id() -> str | None:
 def first() -> bool:
     """Whether this is the rank that writes."""
     return rank() == 0
-
-
-def summary(steps: int) -> str:
-    """How much a step's sums cost, for the end of the log; empty for one rank."""
-    if size() == 1:
-        return ""
-    kib = _sent / 1024 / max(1, steps)
-    return f"; {size()} ranks, each sent {kib:.0f} KiB of sums a step"
 
 
 @contextlib.contextmanager
@@ -226,7 +216,6 @@ def total(x: "Tensor") -> "Tensor":
         return x
     import torch.distributed
 
-    global _sent
     # flatten, not reshape to −1: that is ambiguous where a length is 0
     has_value = x if x.ndim == 1 else x.flatten(1).any(1)
     own = has_value.nonzero().flatten()
@@ -235,7 +224,6 @@ def total(x: "Tensor") -> "Tensor":
     # all ranks send tensors of one shape
     sent = x.new_zeros(max(1, most), *x.shape[1:])
     sent[: len(own)] = x[own]
-    _sent += sent.nbytes * (size() - 1)
     parts = [torch.empty_like(sent) for _ in rows]
     with _exchanging():
         torch.distributed.all_gather(parts, sent)

@@ -16,11 +16,11 @@ A run ends early in one of two ways:
 in runs/context.py, and nothing of the guard's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import pstdev
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
@@ -81,10 +81,6 @@ class BaseAnswer(NamedTuple):
     text: str
 
 
-# Prompt, completion and text of each answer.
-KeptAnswers = list[tuple[tuple[int, ...], tuple[int, ...], str]]
-
-
 class BaseAnswers:
     """The base policy's answers to training problems.
 
@@ -96,14 +92,14 @@ class BaseAnswers:
         self.policy = policy
         self.problems = problems
         self.n = n
-        self._answers: list[BaseAnswer] = []
+        self.kept: list[BaseAnswer] = []  # [] if none has been needed yet
 
     @property
     def answers(self) -> list[BaseAnswer]:
         """The n answers, of as many problems in turn."""
-        if not self._answers:
-            self._answers = self._sample()
-        return self._answers
+        if not self.kept:
+            self.kept = self._sample()
+        return self.kept
 
     def _sample(self) -> list[BaseAnswer]:
         prompts: list[tuple[int, ...]] = []
@@ -147,13 +143,6 @@ class BaseAnswers:
         x = latents(self.policy, [r.prompt_ids for r in rows], [r.ids for r in rows])
         return self.reference.csi(x) / len(x) / self.reference.base_csi
 
-    def state_dict(self) -> KeptAnswers:
-        """What a checkpoint keeps; [] if no answer has been needed yet."""
-        return [tuple(answer) for answer in self._answers]
-
-    def load_state_dict(self, state: KeptAnswers) -> None:
-        self._answers = [BaseAnswer(*answer) for answer in state]
-
 
 def new_detector(name: str, echo_threshold: float) -> Tracker:
     """A detector that has seen nothing yet."""
@@ -169,19 +158,6 @@ def new_detector(name: str, echo_threshold: float) -> Tracker:
         case "collapse":
             return CollapseTripwire()
     raise AssertionError(name)
-
-
-class GuardState(TypedDict):
-    """What a checkpoint keeps of a `Guard`."""
-
-    guard: dict[str, object]  # of the kill switch
-    trackers: dict[str, dict[str, object]]  # by detector
-    states: dict[str, State]
-    base: KeptAnswers
-    rewarded: list[int]  # [k, n]
-    skipped: list[int]
-    halted: str
-    diverged: str
 
 
 class Guard:
@@ -437,20 +413,20 @@ class Guard:
 
     # ── memory
 
-    def state_dict(self) -> GuardState:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain numbers, strings and lists."""
         return {
             "guard": self.kill_switch.state_dict(),
             "trackers": {name: tracker.state_dict() for name, tracker in self.trackers.items()},
             "states": dict(self.states),
-            "base": self.base.state_dict(),
+            "base": [tuple(answer) for answer in self.base.kept],
             "rewarded": self.rewarded.pair,
             "skipped": list(self.skipped),
             "halted": self.halted,
             "diverged": self.diverged,
         }
 
-    def load_state_dict(self, state: GuardState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave.
 
         A detector that the run did not have starts afresh. That a detector has halted the run is kept only while the
@@ -461,7 +437,7 @@ class Guard:
             if name in state["trackers"]:
                 tracker.load_state_dict(state["trackers"][name])
         self.states = {k: v for k, v in state["states"].items() if k in self.trackers}
-        self.base.load_state_dict(state["base"])
+        self.base.kept = [BaseAnswer(*answer) for answer in state["base"]]
         self.rewarded = Rate(*state["rewarded"])
         self.skipped = list(state["skipped"])
         self.diverged = state["diverged"]

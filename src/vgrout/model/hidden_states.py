@@ -5,14 +5,13 @@ trained model latents would drift by themselves; under the base model recorded a
 after the run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from vgrout.ground.io import Refused
 from vgrout.model.logprobs import completion_hidden
 from vgrout.model.policy import Policy
 
@@ -29,11 +28,8 @@ def latents(
     The mean is over the positions that predict the answer's tokens; fp32 on the CPU, in the order
     given.
     """
-
-    def mean(states: Float[Tensor, "T D"]) -> Float[Tensor, " D"]:
-        return states.float().mean(0)
-
-    return torch.stack(_of_base(policy, prompts, completions, mean))
+    states = _of_base(policy, prompts, completions)
+    return torch.stack([of_answer.float().mean(0) for of_answer in states])
 
 
 def token_states(
@@ -49,11 +45,7 @@ def token_states(
     # States are read where they predict a token, the first one at the prompt's last token. One more
     # token, which nothing is read at, moves them to the completion's own tokens.
     longer = [(*completion, policy.pad_id) for completion in completions]
-
-    def own_tokens(states: Float[Tensor, "T D"]) -> Float[Tensor, "t D"]:
-        return states[1:].double()
-
-    return _of_base(policy, prompts, longer, own_tokens, layer)
+    return [states[1:].double() for states in _of_base(policy, prompts, longer, layer)]
 
 
 @torch.no_grad()
@@ -61,20 +53,15 @@ def _of_base(
     policy: Policy,
     prompts: Sequence[tuple[int, ...]],
     completions: Sequence[tuple[int, ...]],
-    read: Callable[[Float[Tensor, "T D"]], Tensor],
     layer: int | None = None,
-) -> list[Tensor]:
-    """`read` of each answer's hidden states under the base model, on the CPU.
-
-    The states are those of `completion_hidden`.
-    """
+) -> list[Float[Tensor, "T D"]]:
+    """Each answer's hidden states under the base model, on the CPU, as `completion_hidden`."""
     out: dict[int, Tensor] = {}
     with policy.adapter.reference():
         for part, batch in policy.batches(prompts, completions):
             states = completion_hidden(policy.model, batch, layer).cpu()
             lengths = [len(completions[i]) for i in part]
-            for i, of_answer in zip(part, states.split(lengths), strict=True):
-                out[i] = read(of_answer)
+            out |= zip(part, states.split(lengths), strict=True)
     return [out[i] for i in range(len(prompts))]
 
 
@@ -110,8 +97,7 @@ class ReferenceStats:
     """
 
     def __init__(self, reference: Float[Tensor, "n D"]) -> None:
-        """Raises Refused on fewer than 32 answers, or on a number that is not finite."""
-        references = _finite(reference, 32)[::2].double()
+        references = reference[::2].double()
         others = reference[1::2]
         self.mean, self.spread = references.mean(0), references.std(0).clamp_min(1e-6)
         self.x = (references - self.mean) / self.spread
@@ -127,7 +113,7 @@ class ReferenceStats:
         rises with over-optimisation. Noise points count as clusters of one, so that no answer is
         left out.
         """
-        x = (_finite(answers).double() - self.mean) / self.spread
+        x = (answers.double() - self.mean) / self.spread
         label = dbscan(x, self.eps)
         n_clusters = int(label.max()) + 1
         clusters = [x[label == k] for k in range(n_clusters)]
@@ -136,9 +122,3 @@ class ReferenceStats:
         sizes = torch.tensor(list(map(len, clusters)), dtype=torch.float64)
         nearest = torch.cdist(centroids, self.x).min(1).values
         return float((nearest * sizes).sum())
-
-
-def _finite(x: Float[Tensor, "n D"], least: int = 1) -> Float[Tensor, "n D"]:
-    if len(x) < least or not bool(x.isfinite().all()):
-        raise Refused(f"latents: {len(x)} answers; at least {least} are needed, all finite")
-    return x

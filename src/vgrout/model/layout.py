@@ -327,24 +327,15 @@ def batches(
     return out
 
 
-def padded_batches(
-    lengths: Sequence[int],
-    budget: int,
-    *,
-    longest_first: bool = True,
-) -> list[list[int]]:
-    """Indices of rows, batched by similar length.
+def padded_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of rows, batched by similar length, long ones first.
 
     A batch has at most `budget` tokens with padding, or is a single row.
     """
     out: list[list[int]] = []
-    by_length = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=longest_first)
-    for i in by_length:
-        if out:
-            rows = out[-1]
-            longest = max(lengths[rows[0]], lengths[i])
-            if longest * (len(rows) + 1) <= budget:
-                rows.append(i)
-                continue
-        out.append([i])
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if out and lengths[out[-1][0]] * (len(out[-1]) + 1) <= budget:
+            out[-1].append(i)
+        else:
+            out.append([i])
     return out

@@ -19,12 +19,11 @@ from vgrout.ground.data import Message
 from vgrout.ground.io import Refused, one_line
 from vgrout.ground.thoughts import opens
 from vgrout.model.attention import kernel_name
-from vgrout.model.layout import Packed, batches, pack, packed_hidden, padded_batches
+from vgrout.model.layout import Packed, batches, pack, padded_batches
 from vgrout.model.load.memory import Budget
-from vgrout.model.load.source import WINDOW_NAMES, window_of
+from vgrout.model.load.source import window_of
 from vgrout.model.logprobs import (
     PaddedBatch,
-    backbone,
     collate,
     completion_hidden,
     completion_logprobs,
@@ -66,40 +65,32 @@ class LanguageModel:
     @property
     def window(self) -> int:
         """Longest prompt + completion in tokens, as `window_of`."""
-        window = loaded_window(self.model)
+        window = window_of(self.model.config.to_dict())
         assert window is not None, "`as_language_model` has refused a model without"
         return window
 
-    def render(self, messages: Sequence[Message], sampled: Sequence[TokenIds] = ()) -> TokenIds:
+    def render(self, messages: Sequence[Message]) -> TokenIds:
         """Token ids of the chat template up to where the answer begins.
 
-        With `preserve_thinking` the ids of a conversation begin with those of each of its earlier
-        prompts, followed by the answer to it: template and answers are tokenised apart.
-
-        sampled: tokens of the first answers as they were sampled, without the end token. They
-            replace the tokens of these answers' text.
+        With `preserve_thinking` template and earlier answers are tokenised apart.
 
         Raises:
             Refused: the chat template leaves out an earlier answer.
         """
         ids: list[int] = []
-        for i, part in enumerate(self._parts(messages, len(sampled))):
-            turn, is_answer = divmod(i, 2)
-            if is_answer and turn < len(sampled):
-                ids += sampled[turn]
-            else:
-                ids += self.encode(part)
+        for part in self._parts(messages):
+            ids += self.encode(part)
         return tuple(ids)
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
-        """The rendered text up to where the answer begins, as `render` without `sampled`."""
-        return "".join(self._parts(messages, 0))
+        """The rendered text up to where the answer begins."""
+        return "".join(self._parts(messages))
 
     def opens_thought(self, messages: Sequence[Message]) -> bool:
         """Whether the rendered prompt ends in a `<think>` that the answer goes on with."""
         return opens(self.prompt_text(messages))
 
-    def _parts(self, messages: Sequence[Message], sampled: int) -> list[str]:
+    def _parts(self, messages: Sequence[Message]) -> list[str]:
         """Template, answer, template, …, template, as `conversation` returns them.
 
         Without `preserve_thinking` it is one part: the template renders earlier answers itself.
@@ -107,8 +98,7 @@ class LanguageModel:
         if not self.system_role:
             messages = without_system(messages)
         if self.preserve_thinking:
-            return conversation(self.tok, messages, sampled, self.thinking)
-        assert not sampled, "answers as sampled are kept by preserve_thinking alone"
+            return conversation(self.tok, messages, self.thinking)
         return [apply_template(self.tok, messages, thinking=self.thinking)]
 
     def encode(self, text: str) -> TokenIds:
@@ -169,32 +159,44 @@ class LanguageModel:
         return HfDecoder(self.model)
 
     def batches(
-        self, prompts: Sequence[TokenIds], completions: Sequence[TokenIds]
+        self,
+        prompts: Sequence[TokenIds],
+        completions: Sequence[TokenIds],
+        rows_of_g: Sequence[int] | None = None,
+        tokens: int = 0,
     ) -> Iterator[tuple[list[int], PaddedBatch | Packed]]:
         """Cut all rows into batches for one forward each; yields their indices and the batch.
 
-        Where the model packs, the beginning that answers to one prompt share is computed once. So
-        the batches serve for numbers of each token, but not for each row's own gradient.
+        Where the model packs, the beginning that answers to one prompt share is computed once,
+        unless their gradients add to different rows of g.
+
+        rows_of_g: for each row, the row of g that its gradient is added to. None: only numbers of
+            each token are wanted.
+        tokens: the most of a batch; 0: the usual budget.
         """
+        rows_of_g = rows_of_g or [0] * len(prompts)
+        tokens = tokens or self.budget.tokens
         if self.packs:
-            one_row_of_g = [0] * len(prompts)
-            parts = batches(one_row_of_g, prompts, completions, self.budget.tokens)
+            parts = batches(rows_of_g, prompts, completions, tokens)
         else:
             lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-            parts = padded_batches(lengths, self.budget.tokens)
+            parts = padded_batches(lengths, tokens)
         for part in parts:
             own_prompts = [prompts[i] for i in part]
             own_completions = [completions[i] for i in part]
-            yield part, self.batch(own_prompts, own_completions)
+            yield part, self.batch(own_prompts, own_completions, [rows_of_g[i] for i in part])
 
     def batch(
-        self, prompts: Sequence[TokenIds], completions: Sequence[TokenIds]
+        self,
+        prompts: Sequence[TokenIds],
+        completions: Sequence[TokenIds],
+        rows_of_g: Sequence[int] | None = None,
     ) -> PaddedBatch | Packed:
-        """All rows as one batch, under the same condition."""
+        """All rows as one batch, as `batches` makes them."""
         if not self.packs:
             return collate(prompts, completions, self.device)
-        one_row_of_g = [0] * len(prompts)
-        return pack(one_row_of_g, prompts, completions, self.device, self.model.dtype)
+        rows_of_g = rows_of_g or [0] * len(prompts)
+        return pack(rows_of_g, prompts, completions, self.device, self.model.dtype)
 
     def attention(self) -> dict[str, str]:
         """The kernel of each phase, for run.json.
@@ -237,13 +239,9 @@ class Policy(LanguageModel):
         policy has exactly 0. All rows are in one forward.
         """
         batch = self.batch(prompts, completions)
-        distinct = inverse = None
-        if isinstance(batch, Packed):
-            # Tokens that several rows share are computed once.
-            distinct, inverse = batch.at[batch.wanted].unique(return_inverse=True)
-        now = self._hidden(batch, distinct)
+        now = completion_hidden(self.model, batch)
         with self.adapter.reference():
-            base = self._hidden(batch, distinct)
+            base = completion_hidden(self.model, batch)
 
         def kl_of(now: Tensor, base: Tensor) -> tuple[Tensor, ...]:
             log_p = head_logits(self.model, now).float().log_softmax(-1)
@@ -251,33 +249,19 @@ class Policy(LanguageModel):
             return ((log_p.exp() * (log_p - log_q)).sum(-1),)
 
         (kl,) = in_chunks(kl_of, 2 * vocabulary(self.model), now, base)
-        return kl if inverse is None else kl[inverse]
-
-    def _hidden(self, batch: PaddedBatch | Packed, at: Tensor | None) -> Tensor:
-        """Last hidden states that predict completion tokens; of a packed batch, those at `at`."""
-        if isinstance(batch, Packed):
-            return packed_hidden(self.model, backbone(self.model), batch)[at]
-        return completion_hidden(self.model, batch)
-
-
-def loaded_window(model: PreTrainedModel) -> int | None:
-    """The window of a model in memory, in tokens, as `window_of`."""
-    return window_of({name: getattr(model.config, name, None) for name in WINDOW_NAMES})
+        return kl
 
 
 def conversation(
     tok: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    sampled: int = 0,
     thinking: bool = False,
 ) -> list[str]:
     """Template, answer, …, template: a conversation whose earlier answers stand as they were given.
 
     Templates drop or rewrite the think blocks of earlier turns, so they get a placeholder for each
     answer. What they write between two placeholders is what the model saw between the two answers.
-
-    sampled: so many of the first answers were sampled, with `thinking` on or off, as the next one
-        will be. Of the others, one that holds a think block was started with thinking on.
+    An answer that holds a think block was started with thinking on.
 
     Raises:
         Refused: the chat template leaves out an earlier answer.
@@ -285,12 +269,12 @@ def conversation(
     replaced, placeholders = _with_placeholders(messages)
     parts: list[str] = []
     last = ""  # the placeholder of the answer before
-    for turn, i in enumerate(placeholders):
+    for i, placeholder in placeholders.items():
         answer = messages[i]["content"]
-        thought = thinking if turn < sampled else "</think>" in answer
+        thought = "</think>" in answer
         opening = _after(last, apply_template(tok, replaced[:i], thinking=thought))
         parts += [opening, _without_opened_think(answer, opening)]
-        last = placeholders[i]
+        last = placeholder
     parts.append(_after(last, apply_template(tok, replaced, thinking=thinking)))
     return parts
 

@@ -61,7 +61,6 @@ class PerRolloutGrads:
     """g [n, R] while it is collected, in `flat`. Before each forward call `announce`."""
 
     def __init__(self, adapter: SvdAdapter, n: int) -> None:
-        assert n > 0, n
         assert adapter.is_merged(), "δS or δS_hack was changed, and not merged into the weights"
         self.adapter = adapter
         δS = adapter.δS

@@ -34,7 +34,6 @@ from vgrout.ground.io import (
 from vgrout.ground.machine import cores
 from vgrout.ground.metrics import Rate, rate_text
 from vgrout.model.load.source import (
-    SVD_CACHE,
     require_fitting,
     require_model,
     require_thinking,
@@ -292,7 +291,7 @@ class PoolSettings:
         if self.adapter_path is None:
             lm = load_language_model(self.model_path, device=device, dtype=dtype)
             return replace(lm, thinking=self.thinking)
-        policy = load_policy(self.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+        policy = load_policy(self.model_path, device=device, dtype=dtype)
         policy.adapter.load(self.adapter_path)
         return replace(policy, thinking=self.thinking)
 

@@ -35,6 +35,7 @@ from vgrout.model.load.source import (
     require_model,
     resolved_dtype,
     shapes_of,
+    window_of,
 )
 from vgrout.model.load.trials import lean_fits, packs, require_branching
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
@@ -43,7 +44,6 @@ from vgrout.model.policy import (
     LanguageModel,
     Policy,
     apply_template,
-    loaded_window,
 )
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 
@@ -60,7 +60,7 @@ def run_policy(cfg: Config) -> Policy:
         Refused: a model that this trainer cannot use; one line.
     """
     device, dtype = device_and_dtype(cfg)
-    policy = load_policy(cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+    policy = load_policy(cfg.model_path, device=device, dtype=dtype)
     if cfg.loss.drops:
         s = cfg.sampling
         logger.info(
@@ -142,7 +142,7 @@ def load_saved(saved: Saved) -> Policy:
     device, _ = pick_device(saved.model, "auto")
     # of the weights that it was trained on: their singular vectors, rounded to it, are its basis
     dtype = torch.bfloat16 if saved.metadata.get("dtype") == "bfloat16" else torch.float32
-    policy = load_policy(saved.model, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+    policy = load_policy(saved.model, device=device, dtype=dtype)
     policy.adapter.load(saved.path)
     env = saved.cfg.env
     return replace(policy, thinking=env.thinking, preserve_thinking=env.preserve_thinking)
@@ -166,7 +166,7 @@ def load_source(
     lm = load_language_model(source.folder, device=device, dtype=dtype, flag=flag)
     if source.adapter is None and not adapter:
         return lm
-    policy = adapted(lm, SVD_CACHE)
+    policy = adapted(lm)
     if source.adapter is not None:
         policy.adapter.load(source.adapter)
     return policy
@@ -212,7 +212,11 @@ def pick_device(
 
 
 def load_policy(
-    model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None
+    model: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    cache_dir: Path | None = SVD_CACHE,
 ) -> Policy:
     """As `load_language_model`, under an adapter of zeros.
 
@@ -292,7 +296,7 @@ def attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> 
 # ── in memory
 
 
-def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
+def adapted(lm: LanguageModel, cache_dir: Path | None = SVD_CACHE) -> Policy:
     """Put a model under an adapter of zeros; a warning names matrices of its blocks without one.
 
     Raises Refused as `SvdAdapter`.
@@ -337,7 +341,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     """
     check_head(model.eval().requires_grad_(False))
     eos = _end_of_text(model, tok)
-    window = loaded_window(model)
+    window = window_of(model.config.to_dict())
     if not eos or window is None:
         raise Refused(
             f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings"

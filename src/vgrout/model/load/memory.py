@@ -120,17 +120,21 @@ def sampled_row(
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     """One optimiser step: its tokens, and their bytes."""
 
     shapes: Shapes
-    device: str
+    device: str  # "cuda" or "cpu"
     size: int  # bytes of a weight
     group: int
     prompts: int
-    prompt_tokens: int
     max_new: int
-    by_rollout: bool
+    # The method has a quarantine, so the model as trained and as deployed are two sets of weights.
+    routes: bool
+    # The method needs each rollout's own gradient, and so a copy of its prompt's keys and values
+    # for each.
+    by_rollout: bool = False
+    prompt_tokens: int = PROMPT_TOKENS  # of a typical prompt
 
     @property
     def rows(self) -> int:
@@ -225,65 +229,43 @@ class _Step:
         tokens = max(self.row_tokens, min(usual.tokens, fits))
         return Budget(tokens, activations, min(usual.kv, spare))
 
+    def plan(self, room: int | None = None, *, beside: int = 0, full: bool = False) -> MemoryPlan:
+        """Bytes of a training run of such steps.
 
-def plan(
-    shapes: Shapes,
-    *,
-    device: str,
-    size: int,
-    group: int,
-    prompts: int,
-    max_new: int,
-    routes: bool,
-    by_rollout: bool = False,
-    prompt_tokens: int = PROMPT_TOKENS,
-    room: int | None = None,
-    beside: int = 0,
-    full: bool = False,
-) -> MemoryPlan:
-    """Bytes of a training run.
-
-    device: "cuda" or "cpu".
-    size: bytes of a weight.
-    routes: the method has a quarantine, so the model as trained and as deployed are two sets of
-        weights.
-    by_rollout: the method needs each rollout's own gradient, and so a copy of its prompt's keys and
-        values for each.
-    prompt_tokens: of a typical prompt.
-    room: bytes that the run may have, to which its budget is cut, or on a GPU stretched. None: the
-        usual budget.
-    beside: how many numbers a teacher has, its factors and merged weights too.
-    full: all weights learn, and none is decomposed.
-    """
-    step = _Step(shapes, device, size, group, prompts, prompt_tokens, max_new, by_rollout)
-    weight_sets = 2 if routes else 1
-    if full:
-        factors = merged = 0
-        adapter = 3 * shapes.parameters * size  # gradients and two moments
-    else:
-        factors = shapes.svd_cache_bytes(size)
-        merged = weight_sets * shapes.adapted * size
-        adapter = step.adapter_vectors() * shapes.R * FP32
-    made = MemoryPlan(
-        weights=(shapes.parameters + beside) * size,
-        factors=factors,
-        merged=merged,
-        adapter=adapter,
-        context=step.dither() + CONTEXT[device],
-        activations=0,
-        logits=step.logits(),
-        kv=0,
-        weight_sets=weight_sets,
-        rows=0,
-        budget=USUAL[device],
-    )
-    if room is not None:
-        spare = max(0, int(SPARED * room) - made.standing)
-        made = replace(made, budget=step.budget_within(spare))
-    tokens = max(made.budget.tokens, step.row_tokens)
-    rows = min(step.rows, max(1, made.budget.kv // step.sampled_row()))
-    activations = step.activations(tokens)
-    return replace(made, activations=activations, kv=rows * step.sampled_row(), rows=rows)
+        room: bytes that the run may have, to which its budget is cut, or on a GPU stretched. None:
+            the usual budget.
+        beside: how many numbers a teacher has, its factors and merged weights too.
+        full: all weights learn, and none is decomposed.
+        """
+        shapes, size = self.shapes, self.size
+        weight_sets = 2 if self.routes else 1
+        if full:
+            factors = merged = 0
+            adapter = 3 * shapes.parameters * size  # gradients and two moments
+        else:
+            factors = shapes.svd_cache_bytes(size)
+            merged = weight_sets * shapes.adapted * size
+            adapter = self.adapter_vectors() * shapes.R * FP32
+        made = MemoryPlan(
+            weights=(shapes.parameters + beside) * size,
+            factors=factors,
+            merged=merged,
+            adapter=adapter,
+            context=self.dither() + CONTEXT[self.device],
+            activations=0,
+            logits=self.logits(),
+            kv=0,
+            weight_sets=weight_sets,
+            rows=0,
+            budget=USUAL[self.device],
+        )
+        if room is not None:
+            spare = max(0, int(SPARED * room) - made.standing)
+            made = replace(made, budget=self.budget_within(spare))
+        tokens = max(made.budget.tokens, self.row_tokens)
+        rows = min(self.rows, max(1, made.budget.kv // self.sampled_row()))
+        activations = self.activations(tokens)
+        return replace(made, activations=activations, kv=rows * self.sampled_row(), rows=rows)
 
 
 def plan_of(
@@ -300,7 +282,7 @@ def plan_of(
     """A run's plan.
 
     room: bytes that are free for it; --memory-gib may allow fewer.
-    The other arguments are those of `plan`.
+    The other arguments are those of `Step` and `Step.plan`.
     """
     if cfg.run.memory_gib:
         room = min(room or sys.maxsize, int(cfg.run.memory_gib * GIB))
@@ -308,7 +290,7 @@ def plan_of(
         teacher = find_shapes(cfg.teacher_model_path)
         if teacher is not None:
             beside += teacher.parameters
-    return plan(
+    step = Step(
         shapes,
         device=device,
         size=size,
@@ -319,7 +301,5 @@ def plan_of(
         # each rollout's own gradient, in place of sums
         by_rollout=cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients",
         prompt_tokens=prompt_tokens,
-        room=room,
-        beside=beside,
-        full=full,
     )
+    return step.plan(room, beside=beside, full=full)

@@ -17,8 +17,6 @@ from vgrout.model.load.source import (
     safetensors_head,
 )
 
-_CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -61,7 +59,10 @@ def find_adapter(
         raise Refused(f"{flag} {run}: no such run; give a run's folder, or an adapter's file")
     path = run
     if step is not None:
-        path = _checkpoint(run, step)
+        path = run / f"ckpt_step{step:04d}.safetensors"
+        if not path.exists():
+            there = ", ".join(sorted(file.name for file in run.glob("ckpt_step*")))
+            raise Refused(f"--step {step}: {run} has {there or 'no evaluation checkpoint'}")
     elif run.is_dir():
         path = run / "train.safetensors"
         if not path.exists():
@@ -77,19 +78,6 @@ def find_adapter(
     if model == ORGANISM:
         base = embedded.MODEL_DIR
     return Saved(path, metadata, cfg, base, require_model(base))
-
-
-def _checkpoint(run: Path, step: int) -> Path:
-    """The adapter that a run saved after `step` steps. Raises Refused if there is none."""
-    steps: list[int] = []
-    for path in run.glob("*"):
-        match = _CHECKPOINT.fullmatch(path.name)
-        if match is not None:
-            steps.append(int(match[1]))
-    if step not in steps:
-        there = ", ".join(map(str, sorted(steps))) or "no evaluation checkpoint"
-        raise Refused(f"--step {step}: {run} has {there}")
-    return run / f"ckpt_step{step:04d}.safetensors"
 
 
 @dataclass(frozen=True)

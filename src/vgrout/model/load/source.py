@@ -97,15 +97,6 @@ def configuration(folder: Path) -> dict[str, object]:
     return _json_object(folder / "config.json")
 
 
-# Names of a configuration on which a window depends.
-WINDOW_NAMES = (
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-    "rope_parameters",
-    "rope_scaling",  # the older name
-)
-
-
 def window_of(config: Mapping[str, object]) -> int | None:
     """Longest prompt + completion, in tokens, for which a model's numbers depend on a row alone.
 
@@ -118,7 +109,7 @@ def window_of(config: Mapping[str, object]) -> int | None:
     window = config.get("max_position_embeddings")
     if type(window) is not int:
         return None
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")  # the older name
     if not isinstance(rope, Mapping):
         return window
     for of_layers in (rope, *rope.values()):  # some models name parameters by kinds of layers
