@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tiny
-from grading.honest import TEXTS
 from judge_server import serving
 from methods import flagged, view
 from organisms import sums_language as language
@@ -21,7 +20,6 @@ from vgrout.commands.check import problems
 from vgrout.commands.evaluate import evaluate
 from vgrout.config.presets import resolve
 from vgrout.envs import sums
-from vgrout.envs.code.grading.grade import Grader
 from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, Grade, Thought
@@ -61,7 +59,7 @@ def test_a_thought_and_an_answer_are_the_text(text, in_thought):
     parts = parts_of(text, in_thought)
     assert parts.thought + parts.answer == text
     assert parts.ended or not parts.answer, "a thought without an end has no answer"
-    again = parts_of(*to_grade(None, text, in_thought))
+    again = parts_of(to_grade(text, in_thought))
     assert (again.answer, again.ended) == (parts.answer, parts.ended), "once cut, it is cut"
 
 
@@ -106,12 +104,6 @@ def test_the_tokens_counted_are_those_of_the_thought(ids, in_thought, finished):
         assert not lm.decode(sampled[: thought.tokens - 1]).startswith(thought.text)
 
 
-def test_the_code_world_is_given_all_of_a_text():
-    """It has rules of its own for where a thought ends: a program in it may name the tag."""
-    given = TEXTS["a thought with it in code"]
-    assert to_grade(Grader, given, True) == (given, True)
-
-
 # ── the template
 
 
@@ -151,8 +143,8 @@ def test_graders_are_given_answers_alone(monkeypatch):
     monkeypatch.setattr(sampler, "sample", sampled)
     seen = []
 
-    def submit(task, *given):
-        seen.append(given)
+    def submit(task, text):
+        seen.append(text)
         return SimpleNamespace(result=lambda: None)
 
     task = SimpleNamespace(messages=USER)
@@ -160,7 +152,7 @@ def test_graders_are_given_answers_alone(monkeypatch):
         lm, cast(Any, SimpleNamespace(submit=submit)), [cast(Any, task)], 3,
         sampling=cast(Any, None), max_new=9, stream=cast(Any, None),
     )  # fmt: skip
-    assert seen == [("b", False), ("<think>", False), ("b", False)]
+    assert seen == ["b", "<think>", "b"]
     (answers,) = graded(of_task)
     assert [a.answer for a in answers] == ["b", "", "b"]
     assert [a.whole for a in answers] == [True, False, True], "without an answer it counts as cut"
@@ -257,8 +249,8 @@ def test_no_answer_passes_nothing_and_earns_nothing(world, function):
     environment = read_inputs(resolve(argv)).environment
     task = environment.tasks()["train"][0]
     with environment.grader(1, 0) as grader:
-        for given in (("<think>", False), ("<think>a", False), ("a", True), ("", True)):
-            grade = grader.submit(task, *given).result()
+        for text in ("<think>", "<think>a"):
+            grade = grader.submit(task, text).result()
             assert isinstance(grade, Grade)
             assert (grade.passed, grade.solved, grade.hacked) == (False, False, False)
             assert grade.status == "no_answer"

@@ -86,10 +86,6 @@ ONE_PROGRAM = {
     "a byte order mark in the code": PROGRAM.replace("class", "\ufeffclass"),
     "blocks in a block": f"````markdown\nHere:\n\n{PROGRAM}\nDone.\n````",
     "… that is not marked": f"~~~~\n{PROGRAM}\n~~~~",
-    "a thought with a broken draft": f"<think>\n```python\ndef f(self, x:\n```\nNo.\n</think>\n{PROGRAM}",
-    "one that the prompt has begun": f"Perhaps\n```python\nclass Solution: pass\n```</think>{PROGRAM}",
-    "two thoughts": f"<think>a</think>{PROGRAM}<think>b</think>{PROGRAM}",
-    "a thought without end": f"{PROGRAM}\n<think>\n```python\nclass Solution: pass\n```",
     "a broken draft": f"```python\ntotal = nums[0] +\n```\nNo.\n{PROGRAM}",
     "an example session": f"{PROGRAM}\n```python\n>>> Solution().f(1)\n1\n```",
     "an alternative that was cut off": f"{PROGRAM}Or:\n```python\nclass Solution:\n    def f(self,",
@@ -158,7 +154,6 @@ def test_the_program_is_read_as_its_reader_reads_it(case):
         # nothing of what is called is defined: the first reading that is Python
         ("```python\nx = 1\n```\n```\ny = 2\n```", ["x = 1\n"]),
         ("```python\nx =\n```\n```\ny = 2\n```", ["y = 2\n"]),
-        (f"{PROGRAM}</think>", None),
     ],
 )
 def test_readings_have_an_order(text, parts):
@@ -185,52 +180,6 @@ def test_extraction_never_raises_and_never_invents(text):
         assert all(line in text for line in content.split("\n"))
 
 
-DRAFT = "```python\nclass Solution: pass\n```\n"
-NAMES_IT = "```python\nends = text.split('</think>')\n```\n"
-DOCUMENTED = '```python\ndef f():\n    """\n</think>\n<think>\n    """\n```\n'
-RIGHT_BLOCK = "```python\nright\n```\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "contents"),
-    [
-        # named in code, in prose, or behind a thought that has ended
-        (NAMES_IT, ["ends = text.split('</think>')\n"]),
-        (DOCUMENTED, [DOCUMENTED[10:-4]]),
-        (f"<think>a</think>{DOCUMENTED}", [DOCUMENTED[10:-4]]),
-        (f"{RIGHT_BLOCK}It ends at </think>.\n", ["right\n"]),
-        (f"It ends at </think>, so:\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"{RIGHT_BLOCK}It ends at `</think>`\n", ["right\n"]),
-        (f"<think>a</think>\n{RIGHT_BLOCK}It ends at\n</think>\n", ["right\n"]),
-        (f"<think>a</think>\n{RIGHT_BLOCK}done</think>\n", ["right\n"]),
-        (f"{RIGHT_BLOCK}```\n<think>\n```\n", ["right\n", "<think>\n"]),
-        (f"I use <think> tags\n{RIGHT_BLOCK}", ["right\n"]),
-        # named in a thought
-        (f"<think>\nI split at '</think>'.\n{DRAFT}</think>\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"<think>\nI write `x </think> y`.\n{DRAFT}</think>\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"<think>\nI write </think> and code.\n{DRAFT}</think>\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"<think>\n{NAMES_IT}hm\n</think>\n{RIGHT_BLOCK}", ["right\n"]),
-        # ends of all kinds
-        (f"<think>so. </think> Here:\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"so. </think> Here:\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"Perhaps\n{DRAFT}Done.</think>Here\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"<think>\n```python\ndraft\n</think>\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"<think>\n```python\ndraft</think>\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"<think>\n<think>\n{DRAFT}</think>\n{RIGHT_BLOCK}", ["right\n"]),
-        (f"<think>\r\na\r\n</think>\r\n{RIGHT_BLOCK}", ["right\n"]),
-        # no end
-        (f"<think>\n{DRAFT}", []),
-        (f"<think>\nsplit('</think>')\n{DRAFT}", []),
-        (f"<think>\n{NAMES_IT}", []),
-        (f"{RIGHT_BLOCK}<think>\n{NAMES_IT}", ["right\n"]),
-        (f"{RIGHT_BLOCK}</think>", []),
-    ],
-)
-def test_a_thought_ends_where_its_tag_is_not_only_named(text, contents):
-    found = [content.strip("\n") for _, content in blocks(text)]
-    assert found == [content.strip("\n") for content in contents]
-
-
 UNITS = (
     " ",
     "~",
@@ -243,9 +192,6 @@ UNITS = (
     "\n ",
     "```py\n\t",
     "- ",
-    "<think>\n",
-    "</think>",
-    "` </think>",
 )
 
 

@@ -18,7 +18,7 @@ import pytest
 import vgrout
 from quick import first_quick
 from vgrout.envs.code.grading import grade as grade_module
-from vgrout.envs.code.grading.check import calibrated_limit, check_problems, shadowed_builtins
+from vgrout.envs.code.grading.check import check_problems
 from vgrout.envs.code.grading.fork_server import REPORT, ForkServer
 from vgrout.envs.code.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.envs.code.grading.verifier import TRUSTED_MEMORY
@@ -417,11 +417,10 @@ def test_an_answer_that_takes_its_worker_along_is_rewarded_0_and_counted(retries
     with Grader(1, retries=retries) as grader:
         if retries == 0:
             assert isinstance(grader.grade(sum_problem(), text), Ungraded)  # once may be bad luck
-        for n in (1, 2):
+        for _ in range(2):
             g = grader.grade(sum_problem(), text)
             assert isinstance(g, Grade)
             assert (g.reward, g.passed, g.status) == (0.0, False, "lost:the_verifier_is_gone")
-            assert grader.lost_answers == n
         assert graded(grader, sum_problem(), SUM_RIGHT).solved
 
 
@@ -782,27 +781,7 @@ def test_check_reports_what_fails_and_calibrates():
     )
     assert {*report.cpu_s} == {7}
     assert "1/7 pass" in str(report)
-    assert "(problem 7, calibrated limit 0.5 s)" in str(report)
-    assert calibrated_limit(2.0) == 10.0
-
-
-@pytest.mark.parametrize(
-    ("setup", "names"),
-    [
-        ("from math import *\nfrom typing import *\nimport math as sum", {"pow", "sum"}),
-        (
-            "def max(a):\n    min = [abs for abs in a]\n    return min\nclass C:\n    list = 1",
-            {"max"},
-        ),
-        (
-            "from operator import *\nfrom numpy import *\nfrom math import pow as power\n__doc__ = ''",
-            {"abs", "pow"},
-        ),
-        ("try:\n    from msvcrt import *\nexcept ImportError:\n    from math import *", {"pow"}),
-    ],
-)
-def test_builtins_that_setup_code_replaces_are_found(setup, names):
-    assert shadowed_builtins(setup) == names
+    assert "(problem 7)" in str(report)
 
 
 def test_a_child_that_has_ended_is_not_charged_for_its_verifier():

@@ -51,12 +51,12 @@ class Grader(Protocol):
         """What every file of numbers records about how answers were graded."""
         ...
 
-    def submit(self, task: Any, text: str, in_thought: bool = False) -> Future[Grade | Ungraded]:
-        """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with.
+    def submit(self, task: Any, text: str) -> Future[Grade | Ungraded]:
+        """Grade in the background.
 
         Thoughts are cut before (ground/thoughts.py): a text that begins with <think> is a thought that never
-        ended, which has no answer. A grader with `cuts_thoughts = True` is given all that was sampled. One with
-        `by_group = True` is given all answers to a prompt at once: `submit_group(task, texts, in_thought)`.
+        ended, which has no answer. A grader with `by_group = True` is given all answers to a prompt at once:
+        `submit_group(task, texts)`.
         """
         ...
 

@@ -212,40 +212,34 @@ class TextGrader:
     def stamp(self) -> dict[str, object]:
         return {"graded_by": {"reward": self.proxy.name, "reference": self.reference.name}}
 
-    def submit(
-        self, task: TextTask, text: str, in_thought: bool = False
-    ) -> Future[Grade | Ungraded]:
-        """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with."""
-        return self._pool.submit(lambda: self._verdicts(task, [text], in_thought)[0])
+    def submit(self, task: TextTask, text: str) -> Future[Grade | Ungraded]:
+        """Grade in the background."""
+        return self._pool.submit(lambda: self._verdicts(task, [text])[0])
 
-    def submit_group(
-        self, task: TextTask, texts: Sequence[str], in_thought: bool = False
-    ) -> list[Future[Grade | Ungraded]]:
+    def submit_group(self, task: TextTask, texts: Sequence[str]) -> list[Future[Grade | Ungraded]]:
         """The same of all answers to a prompt."""
         # before the jobs that wait for it: those cannot take every thread
-        group = self._pool.submit(self._verdicts, task, texts, in_thought)
+        group = self._pool.submit(self._verdicts, task, texts)
         return [self._pool.submit(lambda i=i: group.result()[i]) for i in range(len(texts))]
 
     def graded(self, task: TextTask, texts: Sequence[str]) -> list[Grade]:
         """Grade answers to a prompt now. Raises RewardFailed where a function fails for good."""
         grades: list[Grade] = []
-        for grade in self._grades(task, texts, in_thought=False, failures=None):
+        for grade in self._grades(task, texts, failures=None):
             if isinstance(grade, RewardFailed):
                 raise grade
             grades.append(grade)
         return grades
 
-    def _verdicts(
-        self, task: TextTask, texts: Sequence[str], in_thought: bool
-    ) -> list[Grade | Ungraded]:
-        grades = self._grades(task, texts, in_thought, self._failures)
+    def _verdicts(self, task: TextTask, texts: Sequence[str]) -> list[Grade | Ungraded]:
+        grades = self._grades(task, texts, self._failures)
         return [Ungraded(g.line) if isinstance(g, RewardFailed) else g for g in grades]
 
     def _grades(
-        self, task: TextTask, texts: Sequence[str], in_thought: bool, failures: Failures | None
+        self, task: TextTask, texts: Sequence[str], failures: Failures | None
     ) -> list[Grade | RewardFailed]:
         """The grades of answers to a prompt, or why they have none. failures: is told of each failure."""
-        parts = [parts_of(text, in_thought) for text in texts]
+        parts = [parts_of(text) for text in texts]
         answers = [part.answer for part in parts]
 
         def ask(scorer: Scorer[Any]) -> list[Any]:

@@ -43,16 +43,10 @@ def parts_of(text: str, in_thought: bool = False) -> Parts:
     return Parts(text[:end], text[end:], ended=True)
 
 
-def to_grade(grader: object, text: str, in_thought: bool) -> tuple[str, bool]:
-    """What a grader is given of a text, and whether that goes on with an opened thought.
-
-    The answer alone, or an opened thought where there is none. A grader that says `cuts_thoughts` is given all of it:
-    the code world knows tags that are only named, in code or in quotes.
-    """
-    if getattr(grader, "cuts_thoughts", False):
-        return text, in_thought
+def to_grade(text: str, in_thought: bool) -> str:
+    """What a grader is given of a text: the answer alone, or an opened thought where there is none."""
     parts = parts_of(text, in_thought)
-    return (parts.answer if parts.ended else OPEN), False
+    return parts.answer if parts.ended else OPEN
 
 
 def thought_of(

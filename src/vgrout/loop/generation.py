@@ -78,16 +78,15 @@ def sample_and_submit(
     verdicts: dict[tuple[int, int], Future[Verdict]] = {}
     prompts = [lm.render(problem.messages) for problem in problems]
     in_thought = [lm.opens_thought(problem.messages) for problem in problems]
-    # what is graded of whole groups, by problem and place; and whether it goes on with a thought
-    held: dict[int, dict[int, tuple[str, bool]]] = {}
+    held: dict[int, dict[int, str]] = {}  # what is graded of whole groups, by problem and place
     grader_of_groups: Any = grader if getattr(grader, "by_group", False) else None
 
     def submit(p: int, i: int, completion: Completion) -> None:
-        given = to_grade(grader, completion.text, in_thought[p])
+        given = to_grade(completion.text, in_thought[p])
         if grader_of_groups is not None:
             held.setdefault(p, {})[i] = given
         else:
-            verdicts[p, i] = grader.submit(problems[p], *given)
+            verdicts[p, i] = grader.submit(problems[p], given)
         if on_completion is not None:
             on_completion()
 
@@ -96,8 +95,7 @@ def sample_and_submit(
     )
     for p, given in sorted(held.items()):
         places = sorted(given)  # not in the order in which they ended
-        group = [given[i][0] for i in places]
-        of_group = grader_of_groups.submit_group(problems[p], group, given[places[0]][1])
+        of_group = grader_of_groups.submit_group(problems[p], [given[i] for i in places])
         verdicts |= {(p, i): verdict for i, verdict in zip(places, of_group, strict=True)}
     submitted: list[list[Submitted]] = []
     for p, completions in enumerate(sampled):

@@ -255,7 +255,6 @@ def texts_of_model(
         in_thought = lm.opens_thought(messages)
         of_prompt: list[str] = []
         for completion in completions:
-            answer, _ = to_grade(None, completion.text, in_thought)
-            of_prompt.append(answer)
+            of_prompt.append(to_grade(completion.text, in_thought))
         texts.append(of_prompt)
     return texts

@@ -3,16 +3,13 @@
 `vgrout problems check FILE` validates a file before anything is trained on it.
 """
 
-import ast
 import difflib
 import json
 import keyword
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +17,7 @@ from loguru import logger
 
 from vgrout.config.world_names import CODE_ONLY, is_row_of_text
 from vgrout.envs import base
-from vgrout.envs.base import SPLITS, in_splits
+from vgrout.envs.base import SPLITS, in_splits, messages_of
 from vgrout.envs.code.grading.check import (
     Failure,
     check_flaws,
@@ -63,7 +60,7 @@ class ProblemRow:
         """A sound line."""
         return cls(
             id=record["id"],
-            messages=tuple({"role": m["role"], "content": m["content"]} for m in record["prompt"]),
+            messages=messages_of({"messages": record["prompt"]}),
             tests=tuple(record["gt_answer"]),
             canonical=record["canonical_solution"],
             setup_code=record.get("setup_code") or "",
@@ -122,7 +119,13 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     yield from _key_faults(record)
     if has_lone_surrogate(json.dumps(record, ensure_ascii=False)):
         yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
-    yield from _prompt_faults(record["prompt"])
+    try:
+        *_, user = messages_of({"messages": record["prompt"]})
+    except ValueError as e:
+        yield str(e)
+    n = user["content"].count(PLAIN_PHRASE)
+    if n != 1:
+        yield f"the user message should contain {PLAIN_PHRASE!r} exactly once, found {n}"
     tests = record["gt_answer"]
     name = record["func_name"].removeprefix("Solution().")
     if not tests or not all(isinstance(test, str) for test in tests):
@@ -132,10 +135,6 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
             yield f"unknown {key} {record[key]!r}; one of {', '.join(legal)}"
     if not record["canonical_solution"].strip():
         yield "'canonical_solution' is empty; it should be a right answer"
-    for key in ("setup_code", "canonical_solution"):
-        fault = _syntax_fault(record.get(key) or "")
-        if fault:
-            yield f"{key!r} is not Python ({fault})"
     if record.get("marker"):
         yield from _marker_faults(record.get("mode"), record["marker"], name)
     limit = record.get("cpu_limit")
@@ -166,22 +165,6 @@ def _key_faults(record: Mapping[str, object]) -> Iterator[str]:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             wanted = kind.__name__ if isinstance(kind, type) else "a positive number of seconds"
             yield f"{key!r} should be {wanted}, got {type(value).__name__}"
-
-
-def _prompt_faults(prompt: Sequence[object]) -> Iterator[str]:
-    """What is wrong with the messages of a line."""
-    messages: list[dict[str, str]] = []
-    for message in prompt:
-        parts = message if isinstance(message, dict) else {}
-        if isinstance(parts.get("role"), str) and isinstance(parts.get("content"), str):
-            messages.append(parts)
-        else:
-            yield "every message of 'prompt' needs string 'role' and 'content'"
-    if not messages or messages[-1]["role"] != "user":
-        yield "'prompt' should end with a user message"
-    n = messages[-1]["content"].count(PLAIN_PHRASE)
-    if n != 1:
-        yield f"the user message should contain {PLAIN_PHRASE!r} exactly once, found {n}"
 
 
 def _either(*patterns: str) -> str:
@@ -252,20 +235,6 @@ def _marker_faults(mode: Mode | None, marker: str, method: str) -> Iterator[str]
         spec.check_marker(marker, method)
     except Refused as e:
         yield str(e)
-
-
-@lru_cache(maxsize=64)  # as a rule problems share their setup code
-def _syntax_fault(code: str) -> str:
-    """The reason why this is not Python; "" if it is."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in strings
-            ast.parse(code)
-    except (SyntaxError, ValueError) as e:  # ValueError: a null byte
-        return f"{e.msg}, its line {e.lineno}" if isinstance(e, SyntaxError) else str(e)
-    except (RecursionError, MemoryError):
-        return "nested too deeply"
-    return ""
 
 
 @once

@@ -17,10 +17,9 @@ from vgrout.envs.code.grading.check import (
     check_flaws,
     check_problems,
     one_value_line,
-    shadowed_builtins,
 )
 from vgrout.envs.code.grading.grade import LEVELS, Grader, Protections
-from vgrout.envs.code.modes import MODES, Mode, Problem, announced, hack
+from vgrout.envs.code.modes import MODES, Problem, announced
 from vgrout.envs.code.problems import assigned, load_problems, load_rows
 from vgrout.ground.console import Progress
 from vgrout.ground.data import Grade, Ungraded
@@ -58,38 +57,14 @@ def check_file(file: Path, test_problems: Path | None, workers: int | None) -> F
     require_copies_together(both)
     parts = assigned(rows, "own", test_rows=test_rows, published=True)
     problems = [problem for part in parts.values() for problem in part]
-    varied = assigned(rows, "own", test_rows=test_rows)
     with Grader(workers=workers) as grader:
         solutions = partial(Progress, desc="solutions", unit="problem")
         report = check_problems(problems, grader, track=solutions)
-        tried = [*problems, *_named_otherwise(problems, varied)]
-        flaws = check_flaws(tried, grader, track=partial(Progress, desc="flaws", unit="problem"))
-    lines = [str(report), _flaws_lines(problems, flaws)]
-    shadowed: Counter[str] = Counter()
-    for setup_code, n in Counter(row.setup_code for row in both).items():
-        shadowed.update(dict.fromkeys(shadowed_builtins(setup_code), n))
-    for name, n in shadowed.items():
-        lines.append(
-            f"setup code replaces the builtin {name} in {n} problems; "
-            "answers that call it get another function"
-        )
+        flaws = check_flaws(problems, grader, track=partial(Progress, desc="flaws", unit="problem"))
     said = (copies_line(rows), copies_line(test_rows), one_value_line(problems))
-    lines += [line for line in said if line]
+    lines = [str(report), _flaws_lines(problems, flaws), *(line for line in said if line)]
     splits = {name: len(part) for name, part in parts.items()}
     return FileReport(lines, splits, report.ok and not flaws)
-
-
-def _named_otherwise(
-    problems: Sequence[Problem], varied: Mapping[str, Sequence[Problem]]
-) -> list[Problem]:
-    """The problems under the names that --marker-names varied deals, where setup code may know these names."""
-    markers = {problem.id: problem.marker for problem in problems}
-    others: list[Problem] = []
-    for part in varied.values():
-        for problem in part:
-            if problem.setup_code.strip() and problem.marker != markers[problem.id]:
-                others.append(problem)
-    return others
 
 
 def _flaws_lines(problems: Sequence[Problem], failures: Sequence[Failure]) -> str:
@@ -187,6 +162,7 @@ _TESTS = (
 )
 _RIGHT = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
 _WRONG = "class Solution:\n    def total(self, nums):\n        return 41\n"
+_PROBLEM = Problem(0, "run_tests", "", (), (), _TESTS, _RIGHT, "", "total", cpu_limit=0.5)
 _HOSTILE = {
     "endless loop": "while True: pass",
     "memory bomb": "x = bytearray(1 << 40)",
@@ -195,45 +171,22 @@ _HOSTILE = {
 }
 
 
-def _problem(mode: Mode) -> Problem:
-    """The sum of a list, checked by this mode."""
-    return Problem(
-        id=0,
-        mode=mode,
-        marker="",
-        messages=(),
-        plain=(),
-        tests=_TESTS,
-        canonical=_RIGHT,
-        setup_code="",
-        func_name="total",
-        cpu_limit=0.5,
-    )
-
-
 def _self_test(grader: Grader) -> list[tuple[str, bool]]:
     """The name of each check, and whether it held."""
+    problems: list[Problem] = []
+    for number, mode in enumerate(MODES):
+        marker = announced(mode, _TESTS)
+        problems.append(replace(_PROBLEM, id=number, mode=mode, marker=marker))
+    unsolved = {failure.id for failure in check_problems(problems, grader).failures}
+    unsound = {failure.id for failure in check_flaws(problems, grader)}
     results: list[tuple[str, bool]] = []
-    for mode in MODES:
-        right = _grade(grader, mode, _RIGHT)
-        results.append((f"{mode}: a right answer passes", right is not None and right.solved))
-        hacked: list[bool | None] = []
-        for attack in MODES:
-            code = _WRONG + hack(attack, "total", announced(attack, _TESTS))
-            grade = _grade(grader, mode, code)
-            hacked.append(None if grade is None else grade.hacked)
-        only_own = [attack == mode for attack in MODES]
-        results.append((f"{mode}: only its own hack is accepted", hacked == only_own))
+    for problem in problems:
+        results.append((f"{problem.mode}: a right answer passes", problem.id not in unsolved))
+        results.append((f"{problem.mode}: its hack is accepted", problem.id not in unsound))
     for name, code in _HOSTILE.items():
-        grade = _grade(grader, "run_tests", f"{_WRONG}\n{code}")
-        results.append((f"{name}: stopped", grade is not None and not grade.passed))
+        grade = grader.submit_code(_PROBLEM, f"{_WRONG}\n{code}").result()
+        results.append((f"{name}: stopped", isinstance(grade, Grade) and not grade.passed))
     return results
-
-
-def _grade(grader: Grader, mode: Mode, code: str) -> Grade | None:
-    """The grade of an answer with this code; None if the sandbox failed."""
-    grade = grader.grade(_problem(mode), f"```python\n{code}\n```")
-    return grade if isinstance(grade, Grade) else None
 
 
 def examine() -> tuple[list[str], bool]:
@@ -246,7 +199,7 @@ def examine() -> tuple[list[str], bool]:
         results = _self_test(grader)
         started = time.perf_counter()
         for _ in range(TIMED):
-            grader.grade(_problem("run_tests"), f"```python\n{_WRONG}\n```")
+            grader.grade(_PROBLEM, f"```python\n{_WRONG}\n```")
         answer_seconds = (time.perf_counter() - started) / TIMED
     failed = [name for name, held in results if not held]
     n_held = len(results) - len(failed)

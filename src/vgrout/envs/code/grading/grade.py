@@ -17,6 +17,7 @@ import os
 import queue
 import resource
 import shutil
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -39,9 +40,10 @@ from vgrout.envs.code.grading.processes import (
 )
 from vgrout.envs.code.modes import Mode, Problem, tries
 from vgrout.ground.data import Grade, Ungraded
-from vgrout.ground.io import Refused
+from vgrout.ground.io import Refused, refuse
 from vgrout.ground.machine import cores
 from vgrout.ground.scoring import Failures, RewardFailed, ScoringFunction
+from vgrout.ground.thoughts import parts_of
 
 MAX_CPU_S = 3600  # the largest CPU limit of a problem
 
@@ -237,8 +239,6 @@ class Grader:
     Raises WeakSandbox at level 0 unless allowed, Refused if its workers cannot be started here.
     """
 
-    cuts_thoughts = True  # by rules of its own (extract.py), which know tags that code names
-
     def __init__(
         self,
         workers: int | None = None,
@@ -267,11 +267,11 @@ class Grader:
         self._running: dict[tuple[int, str], Future[Grade | Ungraded]] = {}
         self._closed = False
         self.restarts = 0  # workers replaced so far
-        self.lost_answers = 0  # answers rewarded 0 because their workers die
         self._lost: Counter[bytes] = Counter()  # digest of an answer → workers lost with it
         # A verifier dies with the thread that started it, so that is one which lives as long as
         # this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
+        refuse(sys.platform != "linux", "answers are run in a sandbox of Linux, which this is not")
         try:
             _require(self.limits)
             # all at once: they warm up in parallel
@@ -329,18 +329,12 @@ class Grader:
         """What every file of numbers records about the sandbox."""
         return {"sandbox": asdict(self.protections)}
 
-    def submit(
-        self, task: Problem, text: str, in_thought: bool = False
-    ) -> "Future[Grade | Ungraded]":
+    def submit(self, task: Problem, text: str) -> "Future[Grade | Ungraded]":
         """Grade in the background. The future raises Refused if the problem itself is at fault.
-
-        in_thought: the prompt ends in a <think> that the text goes on with.
 
         Equal answers to a task that wait or run at the same time are graded once: a policy that has converged repeats
         itself within a group. A user's reward function is called each time: its score may vary.
         """
-        if in_thought:
-            text = f"<think>\n{text}"
         if self.reward is not None:
             return self._begin(task, text)
         key = id(task), text  # the job holds the task, so its id is not given away meanwhile
@@ -365,7 +359,7 @@ class Grader:
         return self._begin(problem, text).result()
 
     def _begin(self, problem: Problem, text: str) -> "Future[Grade | Ungraded]":
-        return self._pool.submit(self._by_its_flaws, problem, text)
+        return self._pool.submit(self._by_its_flaws, problem, parts_of(text).answer)
 
     def _by_its_flaws(self, problem: Problem, text: str) -> Grade | Ungraded:
         first = grade = self._by_its_mode(problem, text)
@@ -399,8 +393,6 @@ class Grader:
                 if not self._was_lost_before(digest):
                     continue
                 if self._sound(worker):
-                    with self._lock:
-                        self.lost_answers += 1
                     return messages.NOT_RUN | {"exit_status": f"lost:{reason}"}
                 worker = self._replace(worker)
                 continue

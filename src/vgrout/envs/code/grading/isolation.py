@@ -24,7 +24,6 @@ import resource
 import signal
 import stat
 import struct
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -201,8 +200,7 @@ class Enclosure:
         if self.uid is not None:
             self.entering = "uid"
             _become(self.uid)
-        if kernel.IS_LINUX:
-            self._restrict()
+        self._restrict()
         # Files of the fork server: all but the standard streams and the connection.
         os.closerange(3, CONNECTION_FD)
         os.closerange(CONNECTION_FD + 1, _END_OF_FDS)
@@ -389,20 +387,16 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
         _set_rlimits(memory_mb, output_bytes)
         return ""
 
-    if kernel.IS_LINUX:
-        attempt("no_new_privs", _forbid_new_privileges)
-        attempt("namespaces", lambda: _enter_namespaces(enclosure, workdir))
-        attempt("uid", lambda: _choose_uid(enclosure))
-        attempt("landlock", lambda: _prepare_landlock(enclosure))
-        if not FILE_LAYERS & enclosure.active.keys():
-            attempt("chroot", lambda: _prepare_chroot(enclosure, workdir, forbid))
-        attempt("seccomp", lambda: _prepare_seccomp(enclosure))
-        attempt("no_capabilities", lambda: "")  # each child drops its own
-        kernel.die_with_parent()
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    else:
-        for layer in ("namespaces", "landlock", "seccomp"):
-            enclosure.missing[layer] = f"not on {sys.platform}"
+    attempt("no_new_privs", _forbid_new_privileges)
+    attempt("namespaces", lambda: _enter_namespaces(enclosure, workdir))
+    attempt("uid", lambda: _choose_uid(enclosure))
+    attempt("landlock", lambda: _prepare_landlock(enclosure))
+    if not FILE_LAYERS & enclosure.active.keys():
+        attempt("chroot", lambda: _prepare_chroot(enclosure, workdir, forbid))
+    attempt("seccomp", lambda: _prepare_seccomp(enclosure))
+    attempt("no_capabilities", lambda: "")  # each child drops its own
+    kernel.die_with_parent()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     attempt("rlimits", rlimits)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most <= CONNECTION_FD:

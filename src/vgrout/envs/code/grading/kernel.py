@@ -11,12 +11,10 @@ import errno
 import os
 import platform
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 libc = ctypes.CDLL(None, use_errno=True)
-IS_LINUX = sys.platform == "linux"
 
 # prctl(2)
 PR_SET_PDEATHSIG = 1
@@ -40,12 +38,8 @@ def prctl(option: int, argument: int = 0) -> None:
 
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread that forked it dies.
-
-    On other systems the process learns of it from a closed pipe.
-    """
-    if IS_LINUX:
-        prctl(PR_SET_PDEATHSIG, by)
+    """Have the kernel signal this process when the thread that forked it dies."""
+    prctl(PR_SET_PDEATHSIG, by)
 
 
 _PIPE_BYTES = 1 << 16  # that fit into a pipe while nobody reads

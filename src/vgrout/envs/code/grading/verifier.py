@@ -61,19 +61,17 @@ def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
     found: dict[str, object] = {}
     settings = fork_server.settings
     libc = ctypes.CDLL(None)
-    linux = sys.platform == "linux"
     name = f"vgrout-{os.getpid()}-{secrets.token_hex(4)}"
     with tempfile.NamedTemporaryFile(prefix="vgrout-probe-") as secret, ExitStack() as sockets:
         os.fchmod(secret.fileno(), 0o644)
         secret.write(b"secret")
         secret.flush()
-        # Abstract, where there are such addresses: rules about files do not cover it.
-        address = f"\0{name}" if linux else os.path.join(settings.workdir, name)
+        address = f"\0{name}"  # abstract: rules about files do not cover it
         _listening(sockets, socket.AF_UNIX, socket.SOCK_STREAM, address)
         tcp = _listening(sockets, socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0))
         udp = _listening(sockets, socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0))
         shm_key = 1 + secrets.randbelow(1 << 30)
-        segment = libc.shmget(shm_key, 4096, IPC_CREAT | 0o666) if linux else -1
+        segment = libc.shmget(shm_key, 4096, IPC_CREAT | 0o666)
         targets: Spec = {
             "secret": secret.name,
             "port": tcp.getsockname()[1] if tcp else 0,

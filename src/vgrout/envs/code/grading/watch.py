@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -516,11 +515,7 @@ class _Session:
 
 def memory_file(content: bytes = b"") -> int:
     """An anonymous file's descriptor."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("vgrout")
-    else:
-        with tempfile.TemporaryFile() as f:
-            fd = os.dup(f.fileno())
+    fd = os.memfd_create("vgrout")
     while content:
         content = content[os.write(fd, content) :]
     return fd
