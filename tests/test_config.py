@@ -91,9 +91,6 @@ OWN = [
             [
                 "route2, recommended settings: quarantine flagged gradients ·",
                 "monitor gate",
-                "with quarantine block:-2 (documents: shared) · rollout-ablate-frac 1 (0) ·",
-                "rebaseline yes (no) · vhack-refresh-every 0 (5) · gate-vote rollout (module) ·",
-                "gate-modules apart (all)",
             ],
         ),
         (
@@ -101,8 +98,6 @@ OWN = [
             [
                 "route2, the documents' settings: quarantine flagged gradients ·",
                 "monitor gate",
-                "with quarantine shared · rollout-ablate-frac 0 · rebaseline no ·",
-                "vhack-refresh-every 5 · gate-vote module · gate-modules all",
             ],
         ),
         (["--intervention=route2", "--mix-ratio=0"], [GATED]),

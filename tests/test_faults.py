@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         "changed since: pool; put",
     ),
     "pool gone": (lambda _: shutil.rmtree("pool"), [], "--teacher-pool-dir pool: no such folder"),
-    "run.json torn": (lambda run: os.truncate(run / "run.json", 99), [], "run.json: damaged"),
+    "run.json torn": (lambda run: os.truncate(run / "run.json", 99), [], "run.json: not JSON"),
     "status.json gone": (lambda run: (run / "status.json").unlink(), [], "status.json: not there"),
     "no run there": (shutil.rmtree, [], "run.json: not there"),
     # more steps than are done between two checkpoints: they are not cut away

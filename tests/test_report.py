@@ -96,7 +96,7 @@ def test_a_folder_with_other_files_is_refused(runs, tmp_path, capsys):
 
 def test_an_older_report_is_replaced_and_what_is_not_of_a_report_stays(runs, monkeypatch):
     monkeypatch.setattr("vgrout.report.page.pictures", lambda _: [])
-    (stale := runs / "report" / "figures" / "suppression.png").parent.mkdir(parents=True)
+    (stale := runs / "report" / "figures" / "plane.png").parent.mkdir(parents=True)
     (page := runs / "report" / "report.html").write_text("older")
     stale.write_text("")
     (own := runs / "report" / "thesis.tex").write_text("")

@@ -135,7 +135,8 @@ def test_counts_over_the_whole_run():
     row = SimpleNamespace(
         hack_s=Rate(1, 8), solve_s=Rate(2, 8), hack_t=Rate(3, 4), pass_t=Rate(0, 4)
     )
-    lines = count_lines([row], Tallies.nothing({}), {})
+    outcome = SimpleNamespace(rows=[row], tallies=Tallies.nothing({}), detectors={})
+    lines = count_lines(outcome)
     assert [line.split("=")[1] for line in lines] == [
         *("0.3333 (4/12)", "0.1667 (2/12)", "0.1250 (1/8)", "0.7500 (3/4)")
     ]

@@ -184,7 +184,7 @@ def test_a_run_that_is_damaged_or_of_another_version_is_named(tmp_path):
         return load([tmp_path])[1][0]
 
     for name, old, new, said in (
-        ("steps.jsonl", '{"step": 11', '{"step": 11, "ha', r"steps\.jsonl, line 12: damaged"),
+        ("steps.jsonl", '{"step": 11', '{"step": 11, "ha', r"steps\.jsonl, line 12: not JSON"),
         (
             "run.json",
             '"lr":',

@@ -1,7 +1,6 @@
 """The last four lines of a run, and what they compare with."""
 
 import csv
-import shlex
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,7 @@ from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
 from vgrout.ground.table import NEAR
 from vgrout.report import stats
-from vgrout.runs.results import ENOUGH, _more_answers, dropped_lines, last_lines
+from vgrout.runs.results import dropped_lines, last_lines
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
 
@@ -105,7 +104,7 @@ def test_every_run_that_may_start_has_last_lines(preset):
         except ValueError as refused:  # such a run does not start
             assert str(refused).startswith("--guard halt")  # noqa: PT017
             continue
-        assert len(last_lines(cfg, [], ended(), MEANS, Path("out/runs/x"), 192)) >= 5
+        assert len(last_lines(cfg, [], ended(), MEANS, Path("out/runs/x"))) >= 5
         started += 1
     assert started > 20
 
@@ -118,29 +117,11 @@ def test_a_presets_own_answers_are_enough_for_a_verdict(preset):
     assert none.above(none, NEAR) is False
 
 
-@pytest.mark.parametrize(
-    ("argv", "held_out", "flags"),
-    [
-        ("smoke", 192, "--n-prompts 192 --samples 2"),
-        ("smoke", 12, "--samples 32"),
-        ("smoke --final-samples 9", 192, "--n-prompts 48 --samples 9"),
-    ],
-)
-def test_where_there_were_too_few_answers_the_way_on_is_said(argv, held_out, flags):
-    """More problems first; more answers to each where there are no more."""
-    cfg = resolve([*argv.split(), "--intervention=route2"])
-    run = Path("out/runs/it's x")
-    lines = last_lines(cfg, [], ended(), "too few answers (24) for a verdict", run, held_out)
-    assert lines[3] == "verdict: too few answers (24) for a verdict"
-    assert lines[-1].endswith(f"vgrout evaluate {shlex.quote(str(run))} {flags}")
-    assert lines[-2].endswith(f"vgrout report {shlex.quote(str(run))}")
-
-
 def test_the_last_lines(monkeypatch):
     monkeypatch.setenv("UV", "uv")
     final = ended()
     cfg = resolve(["mini", "--intervention", "route2"])
-    lines = last_lines(cfg, [], final, MEANS, Path("out/runs/x"), 192)
+    lines = last_lines(cfg, [], final, MEANS, Path("out/runs/x"))
     assert lines == [
         "untrained     0.5 % hack   47.4 % solve",
         "as trained   12.0 % hack   68.2 % solve",
@@ -151,7 +132,7 @@ def test_the_last_lines(monkeypatch):
     ]
     assert max(map(len, lines)) <= 80
     controlled = replace(cfg, method=replace(cfg.method, control="haar"))
-    assert last_lines(controlled, [], final, MEANS, Path("x"), 192)[3].endswith(
+    assert last_lines(controlled, [], final, MEANS, Path("x"))[3].endswith(
         "skill kept (384 answers), under --control haar"
     )
 
@@ -164,10 +145,10 @@ def test_what_was_not_graded_is_said_once():
     cfg = resolve(["smoke", "--intervention", "none"])
     deployed = [failed, failed]
     answers = {"base": [failed], "deployed": deployed, "trained": deployed, "plain": deployed}
-    lines = last_lines(cfg, [], replace(ended(), answers=answers), MEANS, Path("x"), 192)
+    lines = last_lines(cfg, [], replace(ended(), answers=answers), MEANS, Path("x"))
     assert [line for line in lines if "3 of 3 answers" in line]
     assert not [
-        line for line in last_lines(cfg, [], ended(), MEANS, Path("x"), 192) if "dropped" in line
+        line for line in last_lines(cfg, [], ended(), MEANS, Path("x")) if "dropped" in line
     ]
 
 
@@ -176,12 +157,3 @@ def test_groups_that_were_not_graded_are_counted_of_all_that_were_asked():
     rows = [SimpleNamespace(dropped=n) for n in (2, 0, 1, 0)]
     (line,) = dropped_lines(cfg, rows, ended())
     assert line.startswith("dropped: 3 of 12 groups were not graded")
-
-
-@pytest.mark.parametrize("held_out", [1, 5, 47, 1000])
-def test_the_way_to_more_answers_leads_to_enough_of_them(held_out):
-    cfg = resolve(["smoke", "--intervention", "none"])
-    flags = _more_answers(cfg, held_out).split()
-    given = dict(zip(flags[::2], map(int, flags[1::2]), strict=True))
-    problems = given.get("--n-prompts", cfg.eval.final_n_prompts)
-    assert min(problems, held_out) * given["--samples"] >= ENOUGH

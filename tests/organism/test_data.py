@@ -64,7 +64,7 @@ def test_changed_lost_and_foreign_files_are_found(tmp_path):
     Files(copy).seal()
     assert Files(copy).faults() == []
     (copy / "manifest.json").write_text((copy / "manifest.json").read_text()[:400])
-    assert "manifest.json: damaged" in Files(copy).faults()[0]
+    assert "manifest.json: not JSON" in Files(copy).faults()[0]
     (copy / "manifest.json").unlink()
     assert "manifest.json: not there" in Files(copy).faults()[0]
 

@@ -269,11 +269,6 @@ class Environment:
         """Try, before a model is loaded, that the tasks can be graded. Raises Refused, one line, for the first that
         cannot."""
 
-    def gives(self, reward: float, passed: bool) -> bool:
-        """Whether this run gives such a reward to an answer that passed, or that did not."""
-        least = self.cfg.env.pass_reward * self.cfg.env.reward_passes_at
-        return passed == (reward >= least - 1e-6)
-
     # ── what is said of it
 
     def plan(self) -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 error, and never breaks a progress bar."""
 
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -39,24 +38,6 @@ def setup(log: Path | None, level: str = "INFO") -> None:
             format="{time:YYYY-MM-DD HH:mm:ss.SSS} {level:<7} {message}",
             colorize=False,
         )
-
-
-def for_terminal(lines: Sequence[str], columns: int, indent: int) -> list[str]:
-    """Lines that a terminal of so many columns need not break within a word: what follows a break is indented.
-
-    A path or a command that is longer than a line stays whole.
-    """
-    fitting: list[str] = []
-    for line in lines:
-        parts = textwrap.wrap(
-            line,
-            columns,
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        fitting += parts or [""]
-    return fitting
 
 
 class Lines:
@@ -160,23 +141,20 @@ def _in_notebook() -> bool:
     return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
 
 
-def notebook_bar(bars: type[tqdm], steps: range) -> tqdm:
-    """A bar of a run's steps below a notebook's cell. It is drawn anew at every `update`.
+def step_bar(bars: type[tqdm] | None, steps: range, hidden: bool) -> tqdm:
+    """A bar of a run's steps, on a terminal or below a notebook's cell.
 
     bars: of `notebook_bars`.
     """
-    # tqdm's widget has a width of its own
-    bar = "{bar:24}" if bars.status_printer is tqdm.status_printer else "{bar}"
-    return bars(
-        initial=steps.start,
-        total=steps.stop,
-        bar_format=f"{{n_fmt}} of {{total_fmt}} steps |{bar}| {{elapsed}} gone, "
-        "about {remaining} left{postfix}",
-        # with the lines that are logged, and not in the red box of errors
-        file=sys.stdout,
-        mininterval=0,
-        miniters=1,
-    )
+    at = {"initial": steps.start, "total": steps.stop}
+    layout = "{n_fmt} of {total_fmt} steps |{bar:24}| {elapsed} gone, about {remaining} left"
+    if bars is None:
+        return tqdm(**at, bar_format=layout, leave=False, disable=hidden or None)
+    if bars.status_printer is not tqdm.status_printer:  # tqdm's widget has a width of its own
+        layout = layout.replace(":24", "")
+    # with the lines that are logged, and not in the red box of errors; drawn anew at every update
+    of_cell = {"file": sys.stdout, "mininterval": 0, "miniters": 1}
+    return bars(**at, bar_format=layout + "{postfix}", **of_cell)
 
 
 class Clock:

@@ -449,8 +449,8 @@ def _unreadable(path: Path, e: Exception) -> Refused:
 
 
 def from_json(text: str | bytes, where: str) -> Json:
-    """The value of a JSON text. Raises Refused, one line that begins with `where`, for a key too that an object has
-    twice: one of the values would be lost."""
+    """The value of a JSON text. Raises Refused, one line that begins with `where`; for a NaN too, which this program
+    never writes, and for a key that an object has twice: one of the values would be lost."""
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
@@ -459,22 +459,29 @@ def from_json(text: str | bytes, where: str) -> Json:
                 raise LookupError(f"key {key!r} is there twice")
         return found
 
+    def no_constant(name: str) -> None:
+        raise LookupError(f"it holds {name}")
+
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
     except LookupError as e:
         raise Refused(f"{where}: {e.args[0]}") from None
     except (ValueError, RecursionError) as e:
         raise Refused(f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})") from None
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[str, Json]]:
+def numbered_lines(
+    path: Path, wanted: Callable[[str], object] = bool
+) -> Iterator[tuple[str, Json]]:
     """("FILE, line N", its value) of every line of a JSONL file that is not blank. Only a newline ends a line: U+2028
-    and its like may stand in a string. The file is read line by line. Raises as `read_text` and `from_json` do."""
-    number = 0
+    and its like may stand in a string. The file is read line by line. Raises as `read_text` and `from_json` do.
+
+    wanted: says by a line's text whether it is read; reading is what takes the time.
+    """
     try:
         with open(path, encoding="utf-8-sig", opener=regular) as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
+                if line.strip() and wanted(line):
                     where = f"{path}, line {number}"
                     yield where, from_json(line, where)
     except Refused:
@@ -496,26 +503,10 @@ def read_json(path: Path) -> dict[str, Json]:
     """A JSON object from a run's file. Raises Refused, one line, if it is missing or damaged."""
     if not path.exists():
         raise Refused(f"{path}: not there; is {path.parent} a run directory?")
-    text = read_text(path)
-    try:
-        data, why = strict_json(text), "not a JSON object"
-    except (ValueError, RecursionError) as e:
-        data, why = None, str(e)
+    data = from_json(read_text(path), str(path))
     if not isinstance(data, dict):
-        raise Refused(f"{path}: damaged ({why})")
+        raise Refused(f"{path}: not a JSON object")
     return data
-
-
-def strict_json(text: str) -> object:
-    """The value of a JSON text that this program wrote, which never holds a NaN.
-
-    Raises Refused on one; ValueError or RecursionError, as the library does, where it is no JSON.
-    """
-
-    def no_constant(name: str) -> None:
-        raise Refused(f"it holds {name}")
-
-    return json.loads(text, parse_constant=no_constant)
 
 
 # what functions marked `once` have returned within the `reading_once` that is open
@@ -591,22 +582,11 @@ def restore_inherited(signals: Collection[int] = (signal.SIGCHLD,)) -> None:
             setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 as long as the process
 
 
-def json_lines(path: Path, wanted: Callable[[str], bool] | None = None) -> Iterator[Json]:
-    """The value of each line of a run's file; none if there is no such file. A growing file is read line by line.
-    Raises Refused, naming a damaged line.
-
-    wanted: says by a line's text whether it is read; reading is what takes the time.
-    """
-    if not path.is_file():
-        return
-    number = 0
-    with open(path, encoding="utf-8", newline="\n") as lines:
-        try:
-            for number, line in enumerate(lines, 1):  # noqa: B007 the handler's
-                if wanted is None or wanted(line):
-                    yield strict_json(line)
-        except (ValueError, RecursionError) as e:  # text that is not UTF-8 too
-            raise Refused(f"{path}, line {number}: damaged ({e})") from None
+def json_lines(path: Path, wanted: Callable[[str], object] = bool) -> Iterator[Json]:
+    """The values alone, of a run's file; none if there is no such file."""
+    if path.is_file():
+        for _, value in numbered_lines(path, wanted):
+            yield value
 
 
 def write_json_lines(path: Path, records: Iterable[Mapping[str, object]]) -> None:

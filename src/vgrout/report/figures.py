@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pandas import DataFrame, Series
 
 from vgrout.report import stats
-from vgrout.report.conclusions import compare, conclusion, level
+from vgrout.report.conclusions import conclusion, level
 from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline, flaws_of
 from vgrout.report.stats import Estimate
 
@@ -317,7 +317,7 @@ def _errors(e: Estimate) -> list[list[float]] | None:
 def pictures(found: Sequence[Condition]) -> list[Picture]:
     """Return every figure that these conditions can fill."""
     drawn = []
-    for draw in (dynamics, plane, by_flaw, suppression):
+    for draw in (dynamics, plane, by_flaw):
         picture = draw(found)
         if picture:
             drawn.append(picture)
@@ -450,61 +450,4 @@ def _flaw_end(axes: Axes, at: int, e: Estimate, colour: str, face: str, label: s
         elinewidth=0.8,
         capsize=2,
         label=label,
-    )
-
-
-def suppression(found: Sequence[Condition]) -> Picture | None:
-    """Draw how much less a method hacks than plain GRPO, over several seeds; None: without
-    controls.
-
-    The other axis is the likeness of a control's direction to the real one.
-    """
-    fig = Drawing(figsize=(7.2, 4.6), dpi=130, layout="constrained")
-    axes, markers = fig.subplots(), itertools.cycle(MARKERS)
-    has_controls = False
-    for c in found:
-        cosines = DataFrame([run.likeness for run in c.runs], dtype=float).mean()
-        is_control = bool(cosines.notna().all())
-        method = c.first.cfg.method
-        is_own = method.has_direction and method.control_name == "none"
-        plain = baseline(c, found)
-        if not plain or len(c.runs) < 2 or not (is_own or is_control):
-            continue
-        comparison = compare(c, plain, "hack")
-        if not comparison.seeds:
-            continue
-        likeness = 1.0
-        if is_control:
-            has_controls = True
-            likeness, by_chance = cosines
-            axes.axvline(by_chance, color=GREY, lw=1, ls=":")
-        errors = _errors(comparison.difference)
-        axes.errorbar(
-            likeness,
-            -_percent(comparison.difference),
-            yerr=errors and errors[::-1],  # the axis shows minus the difference
-            fmt=next(markers),
-            ms=8,
-            color=_colour(c),
-            mfc="white" if is_control else _colour(c),
-            elinewidth=0.9,
-            capsize=3,
-            label=f"{c.title} ({len(c.runs)} seeds)",
-        )
-    if not has_controls:
-        return None
-    axes.axhline(0, color="black", lw=0.8)
-    style(
-        axes,
-        xlim=(0, 1.06),
-        xlabel="|cos| with the real direction (rms)",
-        ylabel="points less hacked, deployed",
-    )
-    _legend(fig, 2)
-    return Picture(
-        "suppression",
-        "Points less hacked than plain GRPO against the likeness of a control's direction to the "
-        "real one (root mean square over modules). Filled, at 1: the method itself. Dotted: the "
-        "likeness of random directions. Intervals 95 %, seed by seed.",
-        fig,
     )

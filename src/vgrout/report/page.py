@@ -21,7 +21,7 @@ from vgrout.report.tables import ReportTable, csv_files
 # What a report writes where it has the numbers for it.
 OPTIONAL = (
     "monitors.csv",
-    *(f"figures/{name}.png" for name in ("dynamics", "plane", "flaws", "suppression")),
+    *(f"figures/{name}.png" for name in ("dynamics", "plane", "flaws")),
 )
 
 

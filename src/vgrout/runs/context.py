@@ -215,7 +215,7 @@ class RunContext:
         self.stop, self.clock, self._open = Stop(), Clock(), ExitStack()
         # of bars that a notebook shows in place of the console's rows; `vgrout.train_run` sets it
         self.bars: type[tqdm] | None = None
-        self._bar: tqdm | None = None  # while there are steps to do
+        self._bar: tqdm | None = None  # from the first step on
         # set by vote_stop() alone: what is saved and where the loop ends is one decision
         self.stops = False
 
@@ -266,35 +266,18 @@ class RunContext:
     def steps(self, steps: range) -> Iterable[int]:
         """The steps, with a progress bar on a terminal or in a notebook. Raises Interrupted after the step in which a
         stop was voted."""
-        with self._bar_of(steps) as shown:
-            for step in shown:
+        with console.step_bar(self.bars, steps, hidden=not ranks.first()) as self._bar:
+            for step in steps:
                 yield step
+                self._bar.update()
                 if self.stops:
                     raise Interrupted(f"interrupted after step {step}")
 
-    @contextmanager
-    def _bar_of(self, steps: range) -> Generator[Iterable[int]]:
-        """What is looped over: the steps themselves where `show_step` moves the bar."""
-        if self.bars is not None:
-            with console.notebook_bar(self.bars, steps) as self._bar:
-                try:
-                    yield steps
-                finally:
-                    self._bar = None
-        else:
-            at = {"initial": steps.start, "total": steps.stop}
-            hidden = None if ranks.first() else True
-            layout = (
-                "{n_fmt} of {total_fmt} steps |{bar:24}| {elapsed} gone, about {remaining} left"
-            )
-            yield tqdm(steps, **at, bar_format=layout, leave=False, disable=hidden)
-
     def show_step(self, hack: Rate, solve: Rate) -> None:
-        """Move a notebook's bar on by a step, of whose answers these shares hacked and solved."""
+        """Write beside a notebook's bar how many of this step's answers hacked and solved."""
         if self._bar is not None:
             said = f"hack {hack.percent} %, solve {solve.percent} %"
             self._bar.set_postfix_str(said, refresh=False)
-            self._bar.update()
 
     def __enter__(self) -> "RunContext":
         self._open.enter_context(self.dir)

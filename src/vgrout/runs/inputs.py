@@ -148,7 +148,7 @@ def read_inputs(cfg: Config) -> Inputs:
     require_detector(cfg, environment)
     pool = read(absent, lambda folder: load_pool(folder, (*environment.flaws,)), cfg.pool_path)
     if pool is not None and cfg.mixes:
-        check_rewards(cfg, pool, environment)
+        check_rewards(cfg, pool)
     if environment.prompts:
         check_held_out(cfg, environment, pool)
     pairs, placebo = read_pairs(cfg, absent, environment)
@@ -174,30 +174,17 @@ def read_inputs(cfg: Config) -> Inputs:
     return Inputs(environment, pool, pairs, placebo, known_correct, tuple(absent))
 
 
-def check_rewards(cfg: Config, pool: Pool, environment: Environment) -> None:
+def check_rewards(cfg: Config, pool: Pool) -> None:
     """Warn where the pool's demonstrations were rewarded by other amounts than this run's answers are: the two are
     compared with one another in a group."""
-    if ":" in cfg.env.environment:  # somebody's own has rewards of its own
+    made_with, passes = pool.pass_reward, cfg.env.pass_reward
+    if made_with is None or ":" in cfg.env.environment:  # somebody's own has rewards of its own
         return
-    passes = cfg.env.pass_reward
-    made_with = pool.pass_reward
-    if made_with is not None and not math.isclose(made_with, passes):
+    if not math.isclose(made_with, passes):
         logger.warning(
             f"--teacher-pool-dir {pool.folder}: made with --pass-reward {made_with:g}, and this run has {passes:g}; "
             "give the pool's, or make it again with this one"
         )
-        return
-    for demos in pool.demos.values():
-        for grade in (demo.grade for demo in demos):
-            if environment.gives(grade.reward, grade.passed):
-                continue
-            kind = "passed" if grade.passed else "did not pass"
-            logger.warning(
-                f"--teacher-pool-dir {pool.folder}: a demonstration that {kind} has a reward of "
-                f"{grade.reward:g}, which no answer of this run gets; give the --compile-reward and --pass-reward "
-                "that the pool was made with, or make it again with these"
-            )
-            return
 
 
 def read_pairs(

@@ -5,7 +5,6 @@ Everything that can be checked is checked, the sandbox starts, the run's folder 
 
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +42,7 @@ from vgrout.runs.context import (
     stop_on_signals,
 )
 from vgrout.runs.inputs import Inputs, file_hashes, require_own_labels
-from vgrout.runs.plan import HEAD, beside_documents, dtype_of, first_lines, plan_lines, preflight
+from vgrout.runs.plan import dtype_of, first_lines, plan_lines, preflight
 from vgrout.runs.run_dir import RUNS, has_checkpoint, require_same, run_to_resume
 from vgrout.runs.tracking import Trackers
 
@@ -91,7 +90,7 @@ def launch(
         folder = path or cfg.run.output_dir or RUNS
         plan = plan_lines(cfg, inputs, grader, folder, named=named, resumes=path is not None)
         if cfg.run.dry_run:
-            print_plan(plan)
+            print(spelled("\n".join(plan)))
             return FINISHED
         run = RunContext.begin(
             f"train {cfg.preset}" + " --trust-code" * bool(cfg.code),
@@ -99,11 +98,7 @@ def launch(
             cfg.run_id,
             grader,
             given=cfg.run.output_dir,
-            record={
-                "config": cfg.as_dict(),
-                "beside_documents": beside_documents(cfg.method),
-                "hashes": hashes,
-            },
+            record={"config": cfg.as_dict(), "hashes": hashes},
             trackers=Trackers(cfg.run.trackers),
         )
         if on_run:
@@ -156,15 +151,6 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
             "so what follows may differ from an uninterrupted run"
         )
     return path, cfg
-
-
-def print_plan(plan: list[str]) -> None:
-    """Print what --dry-run shows."""
-    lines = spelled("\n".join(plan)).split("\n")
-    if sys.stdout.isatty():
-        columns = shutil.get_terminal_size().columns
-        lines = console.for_terminal(lines, columns, indent=HEAD)
-    print("\n".join(lines))
 
 
 def follow(train: Loop) -> int:

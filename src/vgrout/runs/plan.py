@@ -158,7 +158,7 @@ def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
     run = (
         f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers"
     )
-    what, *more = method_lines(cfg, named, settings=False)
+    what, *more = method_lines(cfg, named)
     lines = [f"method: {what}", *(f"  {line}" for line in more)]
     lines.insert(0 if named else len(lines), run)
     if method.control_name != "none":
@@ -166,9 +166,8 @@ def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
     return lines
 
 
-def method_lines(cfg: Config, named: bool = True, settings: bool = True) -> list[str]:
-    """What is flagged and what is done about it, in lines of at most 78 characters: the method, its settings beside
-    those of the documents, what was given in vain. settings: whether these are said."""
+def method_lines(cfg: Config, named: bool = True) -> list[str]:
+    """What is flagged and what is done about it, and what was given in vain, in lines of at most 78 characters."""
     method = cfg.method
     monitor = (
         f" · monitor\xa0{monitored(method)}" if method.monitor_name not in ("", "none") else ""
@@ -179,7 +178,7 @@ def method_lines(cfg: Config, named: bool = True, settings: bool = True) -> list
     if not named:
         others = [name for name in INTERVENTIONS if name != method.intervention and ":" not in name]
         lines.append(f"others: {', '.join(others)} (--intervention NAME)")
-    lines += [*(recommended_settings(method) if settings else ()), *method.ignored]
+    lines += method.ignored
     if method.monitor_name == "gate" and not cfg.mixes:
         lines.append(
             "no demonstrations: known hacks are only answers that the weak detector flags;"
@@ -204,35 +203,6 @@ def monitored(method: MethodConfig) -> str:
         of_labels = f" of {known}" if MONITORS[name].sees_labels else ""
         named.append(f"{name}{of_labels}{rates if name == 'labels' else ''}")
     return ", seeded by ".join(named)
-
-
-def recommended_settings(method: MethodConfig) -> list[str]:
-    """The settings in which the recommended method is another than the documents', whose values are in brackets."""
-    parts = list[str]()
-    for name, (value, documents) in beside_documents(method).items():
-        own, theirs = _said(value), _said(documents)
-        theirs = (
-            f" ({theirs if any('(' in part for part in parts) else f'documents: {theirs}'})"
-            * (own != theirs)
-        )
-        parts.append(f"{name.replace('_', '-')} {own}{theirs}".replace(" ", "\xa0"))
-    said = f"with {' · '.join(parts)}" if parts else ""
-    return [line.replace("\xa0", " ") for line in textwrap.wrap(said, 78, break_on_hyphens=False)]
-
-
-def beside_documents(method: MethodConfig) -> dict[str, tuple[object, object]]:
-    """The settings by which the recommended method differs from that of the documents: this run's value, theirs."""
-    read, found = method.resolved_settings, {}
-    for name, documents in method.spec.documents.items():
-        if documents != method.spec.usual[name] and read[name] is not None:
-            found[name] = read[name], documents
-    return found
-
-
-def _said(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def _which(method: MethodConfig) -> str:

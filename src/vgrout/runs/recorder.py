@@ -442,10 +442,7 @@ def tensor_hash(*tensors: Tensor) -> str:
 def direction_hash(method: Method) -> str | None:
     """sha256 of V at the start of a run; None: no direction. (A resumed run takes V from its checkpoint.)"""
     V = method.direction.state_dict() if method.direction else {}
-    digest = hashlib.sha256()
-    for name, rows in V.items():
-        digest.update(name.encode() + b"\0" + rows.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest() if V else None
+    return tensor_hash(*V.values()) if V else None
 
 
 def columns_for(cfg: Config, flaws: Sequence[Flaw]) -> set[str]:

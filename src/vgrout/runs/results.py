@@ -4,7 +4,6 @@ The console and summary.md say how often the model hacks and solves untrained, a
 that means. The log has every step and every count, as the original implementation ends.
 """
 
-import math
 import shlex
 import sys
 from collections import Counter
@@ -24,7 +23,7 @@ from vgrout.ground.data import Flaw, Grade, Ungraded
 from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.ground.io import Json, command, json_lines, printable, write_atomic, write_json_lines
 from vgrout.ground.metrics import SIDES, Final, Rate
-from vgrout.ground.table import TOO_FEW, StepRow, Table, whole_run
+from vgrout.ground.table import StepRow, Table, whole_run
 from vgrout.runs.context import RunContext
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.plan import method_lines
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 GRADED = ("reward", "passed", "solved", "hacked", "mechanism")
 
 T = TypeVar("T")
-
-ENOUGH = 384  # answers, as in `mini`: a rate near 2 % is then told from one near 5 %
-MORE = 4  # times the answers, for about half the width of an interval
 
 # Columns of the table of steps, where a run has them.
 COLUMNS = (
@@ -158,12 +154,6 @@ class Outcome:
     unrouted: str  # why it is no run of its method; empty: it is one
     detectors: Mapping[str, str]  # weak detectors' fields by their letters
 
-    def counts(self) -> list[str]:
-        return count_lines(self.rows, self.tallies, self.detectors)
-
-    def found(self) -> list[str]:
-        return self.tallies.lines(self.cfg.env.report_detector_codes)
-
 
 def write(
     cfg: Config,
@@ -239,10 +229,7 @@ def show(run: RunContext, outcome: Outcome, record: dict[str, object]) -> None:
     for part in [*(tail or []), verdict]:
         for line in part.split("\n"):
             logger.debug(line)
-    held_out = len(outcome.problems.test)
-    answer = made(
-        "the last lines", lambda: last_lines(cfg, rows, outcome.final, means, run.path, held_out)
-    )
+    answer = made("the last lines", lambda: last_lines(cfg, rows, outcome.final, means, run.path))
     for line in answer or []:
         logger.info(line)
 
@@ -372,12 +359,11 @@ def dropped_lines(cfg: Config, rows: Sequence[StepRow], final: Final) -> list[st
 
 
 def last_lines(
-    cfg: Config, rows: Sequence[StepRow], final: Final, means: str, run: Path, held_out: int
+    cfg: Config, rows: Sequence[StepRow], final: Final, means: str, run: Path
 ) -> list[str]:
-    """Where earlier runs of plain GRPO in this very setting are on record, one line says how they ended; where there
-    were too few answers for a verdict, one says how to have more.
+    """Where earlier runs of plain GRPO in this very setting are on record, one line says how they ended.
 
-    means: the conclusion of the run's report. held_out: test problems that there are.
+    means: the conclusion of the run's report.
     """
     lines: list[str] = []
     for name, side in final.sides.items():
@@ -391,26 +377,9 @@ def last_lines(
         lines.append(
             f"for comparison: plain GRPO ended at {hack} % hack, {solve} % solve in {PLAIN_GRPO_SEEDS} earlier runs"
         )
-    folder = shlex.quote(str(run))
-    lines.append(f"more: {run / 'summary.md'} · dynamics.png · {command(f'report {folder}')}")
-    if TOO_FEW in means and cfg.env.environment == "code":
-        flags = _more_answers(cfg, held_out)
-        if cfg.env.reward:
-            flags += " --trust-code"
-        lines.append(f"more answers: {command(f'evaluate {folder}{flags}')}")
+    report = command(f"report {shlex.quote(str(run))}")
+    lines.append(f"more: {run / 'summary.md'} · dynamics.png · {report}")
     return lines
-
-
-def _more_answers(cfg: Config, held_out: int) -> str:
-    """Flags of `vgrout evaluate` for MORE times the answers, and ENOUGH at the least.
-
-    More problems come first: a second answer to a problem tells less than one to another problem.
-    """
-    asked, samples = cfg.eval.final_n_prompts, cfg.eval.final_samples
-    answers = max(ENOUGH, MORE * asked * samples)
-    problems = max(1, min(held_out, max(asked, math.ceil(answers / samples))))
-    samples = max(samples, math.ceil(answers / problems))
-    return f" --n-prompts {problems}" * (problems > asked) + f" --samples {samples}"
 
 
 # ── summary.md
@@ -419,7 +388,7 @@ def _more_answers(cfg: Config, held_out: int) -> str:
 def page(outcome: Outcome, verdict: str) -> str:
     """summary.md, the conclusion first. verdict: as the console has it."""
     cfg, final, tallies = outcome.cfg, outcome.final, outcome.tallies
-    method = " ".join(" ".join(method_lines(cfg, settings=False)).split())
+    method = " ".join(" ".join(method_lines(cfg)).split())
     paragraphs = [f"# {verdict[0].upper()}{verdict[1:]}"]
     if outcome.halted:
         paragraphs.append(f"**Halted**: {outcome.halted}.")
@@ -432,13 +401,13 @@ def page(outcome: Outcome, verdict: str) -> str:
         "![hack and solve by step](dynamics.png)",
         "## By flaw",
         flaws_table(final, outcome.problems.flaws),
-        *outcome.found(),
+        *outcome.tallies.lines(outcome.cfg.env.report_detector_codes),
     ]
     if tallies.last is not None:
         paragraphs.append("## The last answer of training")
         paragraphs.append(f"    {shown(tallies.last).strip()}")
     paragraphs += ["## Steps", steps_table(outcome)]
-    counts = [f"    {line}" for line in outcome.counts()]
+    counts = [f"    {line}" for line in count_lines(outcome)]
     paragraphs += ["## Counts over the whole run", "\n".join(counts)]
     return "\n\n".join(paragraphs) + "\n"
 
@@ -514,13 +483,13 @@ def log_tail(
     ]
     if numbers:
         parts.append(run_line(outcome, numbers))
-    parts.append("\n".join(outcome.counts()))
+    parts.append("\n".join(count_lines(outcome)))
     if numbers:
         heads = ("what", "value")
         parts.append(tabulate([*numbers.items()], heads, "github", disable_numparse=True))
     if by_flaw:
         parts.append(by_flaw)
-    return [*parts, *outcome.found()]
+    return [*parts, *outcome.tallies.lines(outcome.cfg.env.report_detector_codes)]
 
 
 def summary(cfg: Config, final: Final, report: "Condition") -> dict[str, str]:
@@ -581,25 +550,24 @@ def shown(answer: Mapping[str, Json]) -> str:
     return indent(answer["thought"].rstrip("\n"), "    │ ", lambda _: True) + "\n" + text
 
 
-def count_lines(
-    rows: Sequence[StepRow], tallies: Tallies, detectors: Mapping[str, str]
-) -> list[str]:
+def count_lines(outcome: Outcome) -> list[str]:
     """Counts over the whole run, named as in the original implementation: of all rows, of the students', of the
-    teacher's; and how many student rows each weak detector flagged. detectors: their fields by their letters."""
+    teacher's; and how many student rows each weak detector flagged."""
 
     def line(name: str, rate: Rate) -> str:
         value = "·" if rate.value is None else f"{rate.value:.4f}"
         return f"{name}={value} ({rate.k}/{rate.n})"
 
-    hack, solve = whole_run(rows)
-    students, _ = whole_run(rows, students=True)
+    hack, solve = whole_run(outcome.rows)
+    students, _ = whole_run(outcome.rows, students=True)
     lines = [
         line("HACK_RATE", hack),
         line("PASS_RATE", solve),
         line("HACK_STUDENT", students),
         line("HACK_TEACHER", Rate(hack.k - students.k, hack.n - students.n)),
     ]
-    flagged = [f"{line(code, tallies.flagged[code])} {name}" for code, name in detectors.items()]
+    rates, detectors = outcome.tallies.flagged, outcome.detectors
+    flagged = [f"{line(code, rates[code])} {name}" for code, name in detectors.items()]
     if flagged:
         lines.append(f"student rows that a detector flags: {' · '.join(flagged)}")
     return lines

@@ -1,6 +1,5 @@
 """The code world as an environment: Python functions checked by assertions, under flawed graders."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -139,11 +138,6 @@ class CodeEnvironment(Environment):
             reward=self.reward,
             retries=retries,
         )
-
-    def gives(self, reward: float, passed: bool) -> bool:
-        without = self.cfg.env.pass_reward if passed else 0.0
-        amounts = (without, without + self.cfg.env.compile_reward)
-        return any(math.isclose(reward, amount, abs_tol=1e-6) for amount in amounts)
 
     def check(self, grader: Grader) -> None:
         """Refuses a problem whose own canonical solution fails, or whose flawed check accepts every wrong answer or
