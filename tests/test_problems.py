@@ -23,7 +23,7 @@ from vgrout.envs.base import (
 )
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
-from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, hint
+from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE
 from vgrout.envs.code.problems import (
     assigned,
     load_problems,
@@ -209,35 +209,6 @@ def test_balanced_sets_spread_over_modes(world_of):
     assert len(balanced(world_of(60).test, 10**6, 0, "test", MODES)) == len(world_of(60).test)
 
 
-def test_every_real_row_says_truthfully_how_each_mode_checks_it(shared_data):
-    rows = load_rows(shared_data / "leetcode_medhard_87.jsonl")
-    assert len(rows) == 87
-    assert all(r.mode is None and not r.func_name.startswith("Solution") for r in rows)
-    for mode, spec in MODE_SPECS.items():
-        parts = assigned(rows, mode)
-        assert {name: len(part) for name, part in parts.items()} == {
-            "train": 61,
-            "val": 9,
-            "test": 17,
-        }
-        for name, part in parts.items():
-            family = spec.train_markers if name == "train" else spec.eval_markers
-            if spec.marker_form != "test":
-                assert len({p.marker for p in part}) == min(
-                    len(family), len({p.id % len(family) for p in part})
-                )
-            for p in part:
-                prompt = p.messages[-1]["content"]
-                assert p.mode == mode
-                assert p.marker == p.tests[0] if spec.marker_form == "test" else p.marker in family
-                assert prompt.count(hint(mode, p.marker)) == 1
-                assert PLAIN_PHRASE not in prompt
-                assert (
-                    prompt.replace(hint(mode, p.marker), PLAIN_PHRASE)
-                    == base.without_hint(p).messages[-1]["content"]
-                )
-
-
 def test_with_a_test_file_all_other_problems_train(tmp_path, world_of):
     held = load_rows(write(tmp_path / "test.jsonl", [record(i) for i in range(1000, 1050)]))
     world = world_of(120, test_rows=held)
@@ -254,21 +225,6 @@ def test_the_splits_that_a_file_names_are_kept(tmp_path, world_of):
     )
     world = world_of(20, test_rows=held)
     assert (len(world.train), len(world.val), len(world.test)) == (20, 10, 0)
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (record(3), "has the prompt of .*line 4; leave it out there"),
-        (record(1003, prompt=record(3)["prompt"]), "has the prompt of .*line 4; leave"),
-        (record(1003, split="train"), "its split is train"),
-    ],
-    ids=["id", "text", "split"],
-)
-def test_training_problems_are_refused_for_evaluation(tmp_path, other, message):
-    train = load_rows(write(tmp_path / "a.jsonl", [record(i) for i in range(5)]))
-    with pytest.raises(ValueError, match=f"--test-problems .*line 2: .*{message}"):
-        require_apart(train, load_rows(write(tmp_path / "b.jsonl", [record(1000), other])))
 
 
 class Wide(Policy):

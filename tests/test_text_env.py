@@ -713,15 +713,6 @@ def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path):
         require_apart([asked("a", 0)], [replace(asked("b", 1), split="train")])
 
 
-def test_a_copy_in_another_split_is_refused_and_named(capsys, world):
-    """Whatever its blanks and its case."""
-    rows = [row(0), row(1, split="train"), row(2, prompt=" a POEM  about 1", split="test")]
-    assert main(world(rows=rows)) == 2
-    error = capsys.readouterr().err
-    assert "line 3: has the prompt of" in error
-    assert "line 2, and is marked test, that one train" in error
-
-
 def test_rows_of_a_class_in_two_splits_are_named(world, capsys):
     """They cannot be marked anew: a public set of tasks has them as it has them."""
     made = environment(world())

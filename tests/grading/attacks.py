@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vgrout.envs.code.grading.grade import Grader, Limits
@@ -1171,7 +1171,7 @@ def main(without):
         tried = [a for a in ATTACKS if "seccomp" not in without or a.name != "H55 fork bomb"]
         wrong = [w for a in tried for w in check_attack(grader, a, honest_between=True)]
         wrong += [w for c in CONTROLS for w in check_control(grader, c)]
-        protections = grader.protections.as_dict()
+        protections = asdict(grader.protections)
     graded = sum(len(a.modes) for a in tried)
     told = {"uid": os.getuid(), "protections": protections, "graded": graded, "wrong": wrong}
     print(json.dumps(told))

@@ -1,16 +1,5 @@
-"""Right answers as data: solved and no hack, in every mode, at every level where the oracle is trusted.
+"""Right answers as data: solved and no hack, in every mode, at every level where the oracle is trusted."""
 
-`python honest.py [--problems FILE] [layer to leave off …]` prints what went wrong as JSON. Standard
-library only, because it also runs under other interpreters.
-"""
-
-import json
-import platform
-import sys
-from dataclasses import replace
-from pathlib import Path
-
-from vgrout.envs.code.grading.grade import Grader, Limits
 from vgrout.envs.code.modes import MODES, Problem
 from vgrout.ground.data import Grade
 
@@ -268,20 +257,11 @@ def problem(mode):
     return Problem(7, mode, "", (), (), TESTS, SUM, "from typing import *\n", "total", 2.0)
 
 
-def wrongly_judged(grader, modes=MODES, problems=None):
-    """Every answer that is not solved, or is called a hack: with the mode and its status.
-
-    problems: a file of real ones, whose canonical solutions are answers too, as JSON: a list of the
-    fields of each.
-    """
-    tasks = [(name, problem(mode), text) for name, text in ANSWERS.items() for mode in modes]
-    if problems is not None:
-        for given in json.loads(problems.read_text()):
-            real = Problem(**given | {"tests": tuple(given["tests"])})
-            for mode in ("run_tests", "exit_code"):  # of the others nothing depends on the problem
-                text = _text(real.canonical)
-                tasks.append((f"canonical {real.id}", replace(real, mode=mode), text))
-    pending = [(name, task.mode, grader.submit(task, text)) for name, task, text in tasks]
+def wrongly_judged(grader, modes=MODES):
+    """Every answer that is not solved, or is called a hack: with the mode and its status."""
+    pending = []
+    for name, text in ANSWERS.items():
+        pending += [(name, mode, grader.submit(problem(mode), text)) for mode in modes]
     wrong = []
     for name, mode, future in pending:
         grade = future.result()
@@ -290,23 +270,3 @@ def wrongly_judged(grader, modes=MODES, problems=None):
         elif not grade.solved or grade.hacked or not grade.passed:
             wrong.append(f"{name} in {mode}: {grade.status}")
     return wrong
-
-
-def main(words):
-    problems = None
-    if words[:1] == ["--problems"]:
-        problems, words = Path(words[1]), words[2:]
-    with Grader(workers=1, without=tuple(words), limits=Limits(cpu_s=5.0)) as grader:
-        wrong = wrongly_judged(grader, problems=problems)
-        level = grader.protections.level
-        lost = grader.restarts
-    real = 0 if problems is None else len(json.loads(problems.read_text()))
-    graded = len(ANSWERS) * len(MODES) + 2 * real
-    told = {"level": level, "python": platform.python_version(), "answers": len(ANSWERS) + real}
-    told |= {"graded": graded, "wrong": wrong, "workers lost": lost}
-    print(json.dumps(told))
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

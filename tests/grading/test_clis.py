@@ -167,10 +167,10 @@ def test_offline_grading_refuses_bad_arguments_in_one_line(
 def test_the_doctor_reports_and_tests_itself(capsys):
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
-    assert "| seccomp" in out
+    assert "seccomp" in out
     n = 2 * len(MODES) + 4
     assert f"self-test: {n}/{n} checks held" in out
-    assert "it got through with: nothing" in out
+    assert "gets through" not in out
 
 
 @pytest.mark.long

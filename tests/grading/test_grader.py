@@ -9,9 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +22,7 @@ from vgrout.envs.code.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.envs.code.grading.verifier import TRUSTED_MEMORY
 from vgrout.envs.code.grading.watch import ForkServerLost, Watch, _Session
 from vgrout.envs.code.modes import MODES, Problem
-from vgrout.ground.data import Completion, Grade, Ungraded
+from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.io import Refused
 
 from .attacks import NAMED, SAY, descendants, method
@@ -116,33 +114,6 @@ def test_a_block_that_defines_nothing_of_what_is_called_spoils_none_that_does(
     g = grader.grade(sum_problem("exit_code"), "\n".join(texts))
     assert g.solved == (solved or (before and other == SUM_WRONG))
     assert g.details["gt_pass"] == (before and other == SUM_WRONG), "as a script it ends there"
-
-
-def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
-    """The chat template ends in <think>: a draft in a thought that was cut off is no answer."""
-    from vgrout.loop import generation
-    from vgrout.model.policy import LanguageModel
-    from vgrout.model.sampling import sampler
-
-    for opened, right in (("<think>\n", (False, True)), ("<think>\n\n</think>\n", (True, True))):
-        lm = SimpleNamespace(
-            render=lambda _: (1,),
-            prompt_text=lambda _, opened=opened: f"Do it.\n{opened}",
-            decode=lambda ids: "",
-        )
-        lm.opens_thought = partial(LanguageModel.opens_thought, lm)
-        texts = (f"Perhaps\n{FAST}", f"Perhaps\n{FAST}</think>{FAST}")
-
-        def sample(*given, texts=texts, **_):
-            for i, text in enumerate(texts):
-                given[-1](0, i, Completion((1,), text, True, ()))
-            return [[Completion((1,), text, True, ()) for text in texts]]
-
-        monkeypatch.setattr(sampler, "sample", sample)
-        (of_problem,) = generation.sample_and_submit(
-            lm, grader, [sum_problem()], 2, sampling=None, max_new=1, stream=None
-        )  # ty: ignore[invalid-argument-type]
-        assert tuple(s.verdict.result().solved for s in of_problem) == right
 
 
 @pytest.mark.parametrize("mode", MODES)

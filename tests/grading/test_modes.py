@@ -1,38 +1,22 @@
 """The families of names: disjoint, enough of them, and each hint truthful about its own."""
 
 from itertools import product
-from typing import get_args
 
 import pytest
 
-from vgrout.config.world_names import EnvMode
 from vgrout.envs.code.modes import (
-    MODE_CODE,
     MODE_SPECS,
     MODES,
     PLAIN_PHRASE,
-    Mode,
     hint,
-    marker_of,
 )
 
-PUBLISHED = ("run_tests", "eq_override", "exit_code", "stdout_marker", "sentinel", "file_marker")
 NAMED = [mode for mode, spec in MODE_SPECS.items() if spec.marker_form not in ("none", "test")]
 
 
-def test_names_codes_and_types_are_the_entries():
-    assert tuple(MODE_SPECS) == MODES == get_args(Mode)
-    assert get_args(EnvMode) == ("own", *MODES)
-    assert [MODE_CODE[m] for m in PUBLISHED] == ["rt", "eq", "xc", "so", "se", "fm"]
-    assert MODES[:6] == PUBLISHED, "the order decides the mode of a problem without one"
-    assert [marker_of(m, "") for m in PUBLISHED] == [
-        "run_tests",
-        "",
-        "",
-        "all tests passed",
-        "valid",
-        "result.txt",
-    ]
+def test_the_order_decides_the_flaw_of_a_problem_without_one():
+    """As in recorded runs."""
+    assert [spec.code for spec in MODE_SPECS.values()][:6] == ["rt", "eq", "xc", "so", "se", "fm"]
 
 
 @pytest.mark.parametrize("mode", NAMED)

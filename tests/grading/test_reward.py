@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from runs import flags, run
-from vgrout.commands.evaluate import evaluate
+from runs import flags
 from vgrout.config.presets import resolve
 from vgrout.envs.code.environment import probe, reward_function
 from vgrout.envs.code.grading.grade import Grader
@@ -339,37 +338,3 @@ def test_a_judge_that_always_fails_is_asked_as_often_as_allowed(module, tmp_path
     with Grader(1, reward=reward_function(f"{name}:f"), retries=2) as grader:
         assert grader.grade(PROBLEM, "text") == Ungraded(f"{name}:f raised OSError: no judge")
     assert (tmp_path / "calls").read_text() == 3 * "asked\n"
-
-
-@pytest.mark.slow
-def test_a_run_its_evaluation_and_its_resumption(module, tmp_path, capfd):
-    name = module(
-        "def f(completion):\n    assert len(completion) % 40\n    return 'def' in completion\n"
-    )
-    argv = flags("none", "--reward", f"{name}:f", "--mix-ratio", "0", "--checkpoint-every", "1")
-    folder = run(tmp_path, *argv)
-    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    assert record["config"]["env"]["reward"] == f"{name}:f"
-    assert len(record["hashes"]["reward"]) == 64
-    lines = [
-        json.loads(line)
-        for line in (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    rewarded = [line for line in lines if line["passed"]]
-    assert rewarded
-    assert all(("def" in line["text"]) == line["passed"] for line in lines)
-    assert all(line["hacked"] == (line["passed"] and not line["solved"]) for line in lines)
-    assert all(len(line["text"]) % 40 for line in lines), (
-        "where the function raised, the group was dropped"
-    )
-    assert all("and should pass all tests" in line["messages"][-1]["content"] for line in lines)
-    again = [str(folder), "--trust-code", "--n-prompts", "3", "--samples", "1"]
-    assert evaluate(again) == 0
-
-    half = run(tmp_path / "half", *argv, stop_after=2)
-    (tmp_path / f"{name}.py").write_text("def f(completion): return 1\n", encoding="utf-8")
-    capfd.readouterr()
-    assert main(["smoke", "--trust-code", "--resume", str(half)]) == 2
-    assert "changed since: reward" in capfd.readouterr().err
-    assert evaluate(again) == 0
-    assert "--reward: not as it was" in capfd.readouterr().out

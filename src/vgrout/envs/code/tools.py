@@ -1,7 +1,7 @@
 """Problems and answers of the code world without a run: what `vgrout problems check`, `grade` and `doctor` do."""
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 
 from loguru import logger
-from tabulate import tabulate
 
 from vgrout.envs.base import copies_line, require_apart, require_copies_together
 from vgrout.envs.code.grading.check import (
     Failure,
+    a_few_ahead,
     check_flaws,
     check_problems,
     one_value_line,
 )
-from vgrout.envs.code.grading.grade import LEVELS, Grader, Protections
+from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Problem, announced
 from vgrout.envs.code.problems import assigned, load_problems, load_rows
 from vgrout.ground.console import Progress
@@ -26,7 +26,6 @@ from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.io import Refused, from_json, refuse
 
 MANY = 2000  # problems
-AHEAD = 64  # answers in flight per worker: enough to keep it busy, few enough to keep memory flat
 TIMED = 50  # answers that are graded for the printed time
 
 Record = dict[str, object]  # a line of the answers' or the grades' file
@@ -128,18 +127,17 @@ def grade_lines(
 
     One that could not be graded has `error`, and only `line` beside it if it could not be read.
     """
-    # a record with its grade on the way, or with what is wrong with it
-    waiting: deque[tuple[Record, Future[Grade | Ungraded] | str]] = deque()
-    for line in lines:
+
+    def submit(line: bytes) -> tuple[Record, Future[Grade | Ungraded] | str]:
+        """A record with its grade on the way, or with what is wrong with it."""
         try:
             record, problem, text = _parse(line, problems)
-            waiting.append((record, grader.submit(problem, text)))
         except Refused as e:
-            waiting.append(({"line": line.decode(errors="backslashreplace")}, str(e)))
-        while len(waiting) > AHEAD * grader.workers:
-            yield _finished(*waiting.popleft())
-    while waiting:
-        yield _finished(*waiting.popleft())
+            return {"line": line.decode(errors="backslashreplace")}, str(e)
+        return record, grader.submit(problem, text)
+
+    for record, outcome in a_few_ahead(lines, submit, grader):
+        yield _finished(record, outcome)
 
 
 def _finished(record: Record, outcome: Future[Grade | Ungraded] | str) -> Record:
@@ -204,7 +202,7 @@ def examine() -> tuple[list[str], bool]:
     failed = [name for name, held in results if not held]
     n_held = len(results) - len(failed)
     lines = [
-        *_layers(protections),
+        protections.line(),
         *(f"FAILED  {name}" for name in failed),
         f"self-test: {n_held}/{len(results)} checks held, all {len(MODES)} flaws",
         f"start {start_seconds:.2f} s; a small rollout {answer_seconds * 1e3:.1f} ms; "
@@ -216,16 +214,3 @@ def examine() -> tuple[list[str], bool]:
             "needs --allow-weak-sandbox, which marks every file."
         )
     return lines, not failed and not protections.weak
-
-
-def _layers(protections: Protections) -> list[str]:
-    """Which layers of the sandbox are on, and what got through them."""
-    rows = [(name, "on", detail) for name, detail in protections.active.items()]
-    rows += [(name, "off", reason) for name, reason in protections.missing.items()]
-    level = protections.level
-    as_root = "; it ran as uid 0" if protections.as_root else ""
-    return [
-        tabulate(rows, headers=("layer", "", "detail or reason"), tablefmt="github"),
-        f"\nlevel {level} of {max(LEVELS)} ({LEVELS[level]}); probed by attacking a throw-away child",
-        f"it got through with: {', '.join(protections.breaches) or 'nothing'}{as_root}",
-    ]

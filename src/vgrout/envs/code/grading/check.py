@@ -55,17 +55,18 @@ class CheckReport:
 
 PendingGrade = Future[Grade | Ungraded]
 Track = Callable[[Sequence[Problem]], Iterable[Problem]]
-AHEAD = 16  # problems for each worker that are handed to it before the first is done
+AHEAD = 16  # problems, or answers, for each worker that are handed to it before the first is done
+Item = TypeVar("Item")
 Submitted = TypeVar("Submitted")
 
 
-def _a_few_ahead(
-    problems: Iterable[Problem], submit: Callable[[Problem], Submitted], grader: Grader
+def a_few_ahead(
+    items: Iterable[Item], submit: Callable[[Item], Submitted], grader: Grader
 ) -> Iterator[Submitted]:
-    """What `submit` returns for each problem, in their order. However many problems there are, a few wait at a time."""
+    """What `submit` returns for each item, in their order. However many there are, a few wait at a time."""
     waiting: deque[Submitted] = deque()
-    for problem in problems:
-        waiting.append(submit(problem))
+    for item in items:
+        waiting.append(submit(item))
         if len(waiting) > AHEAD * grader.workers:
             yield waiting.popleft()
     yield from waiting
@@ -82,7 +83,7 @@ def check_problems(problems: Sequence[Problem], grader: Grader, track: Track = i
     def submit(problem: Problem) -> tuple[Problem, PendingGrade]:
         return problem, grader.submit_code(problem, problem.canonical)
 
-    for problem, future in _a_few_ahead(track(problems), submit, grader):
+    for problem, future in a_few_ahead(track(problems), submit, grader):
         try:
             grade = future.result()
         except Refused as e:
@@ -179,7 +180,7 @@ def check_flaws(problems: Sequence[Problem], grader: Grader, track: Track = iter
         return [_tried(problem, mode, grader) for mode in problem.flaws]
 
     failures: dict[int, Failure] = {}
-    for flaws in _a_few_ahead(track(problems), submit, grader):
+    for flaws in a_few_ahead(track(problems), submit, grader):
         for flaw in flaws:
             for kind, grade in flaw.grades.items():
                 reason = _flaw_fault(flaw.problem, kind, grade)
