@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from judge_server import reply, serving
 from methods import batch, flagged, make, view
@@ -14,6 +15,7 @@ from vgrout.config.method import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
 from vgrout.config.presets import resolve
 from vgrout.ground import embedded
 from vgrout.ground.chat import Endpoint, NoReply, Reply, parsed
+from vgrout.ground.data import Completion
 from vgrout.ground.io import Refused
 from vgrout.method.llm_judge import (
     LLMJudge,
@@ -276,12 +278,12 @@ def test_a_local_judge_is_asked_in_batches_and_keeps_to_its_time(monkeypatch):
     local = LocalJudge(model, tiny_policy().device, max_new=3)
     seen = []
 
-    def generated(lm, prompts, max_new, seconds):
+    def greedy(lm, prompts, max_new, seconds):
         seen.append(len(prompts))
         time.sleep(0.2)
-        return [Reply("yes" if len(p) > 12 else "no", False, len(p), 1) for p in prompts]
+        return [Completion((5, 1), "yes", True, (0.0, 0.0)) for _ in prompts]
 
-    monkeypatch.setattr("vgrout.method.llm_judge.generated", generated)
+    monkeypatch.setattr("vgrout.method.llm_judge.greedy", greedy)
     asked = [({"role": "user", "content": "x = 1\n" * n},) for n in range(1, 21)]
     found = local.ask_all(asked, 30.0)
     assert seen == [8, 8, 4]
@@ -300,6 +302,77 @@ def test_local_replies_are_the_models_own_greedy_ones_whatever_stands_beside_the
     alone = [local.ask_all([one], 60.0)[0] for one in asked]
     assert together == alone
     assert all(isinstance(r, Reply) and 0 < r.completion_tokens <= 6 for r in together)
+    assert all(r.cut for r in local.ask_all(asked, 1e-9) if isinstance(r, Reply)), "out of time"
+
+
+# what a model's folder may ask of `generate`
+GENERATION: dict[str, object] = {
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.5,
+    "suppress_tokens": [40, 41, 42, 43, 44, 45, 46],
+    "begin_suppress_tokens": [*range(7, 60)],
+    "min_new_tokens": 6,
+    "min_length": 60,
+    "max_length": 20,
+    "max_new_tokens": 1,
+    "max_time": 1e-9,
+    "num_beams": 4,
+    "temperature": 0.1,
+    "do_sample": True,
+    "top_k": 3,
+    "top_p": 0.1,
+    "min_p": 0.5,
+    "typical_p": 0.2,
+    "epsilon_cutoff": 0.1,
+    "exponential_decay_length_penalty": [2, 5.0],
+    "length_penalty": 3.0,
+    "bad_words_ids": [[i] for i in range(40, 80)],
+    "forced_bos_token_id": 9,
+    "forced_eos_token_id": 9,
+    "renormalize_logits": True,
+    "remove_invalid_values": True,
+    "num_return_sequences": 2,
+    "prompt_lookup_num_tokens": 3,
+    "stop_strings": ["e"],
+    "return_dict_in_generate": True,
+    "output_logits": True,
+    "output_scores": True,
+    "cache_implementation": "static",
+    "use_cache": False,
+    "guidance_scale": 1.5,
+    "sequence_bias": [[[40], 9.0]],
+    "assistant_early_exit": 1,
+    "dola_layers": "high",
+    "penalty_alpha": 0.6,
+    "token_healing": True,
+    "pad_token_id": 30,
+    "no_such_setting": 1,
+}
+
+
+@pytest.mark.parametrize("name", GENERATION)
+def test_a_local_judge_takes_no_setting_of_its_folder(name, tmp_path):
+    """Its replies are the likeliest tokens by the model's own logits, whatever generation_config.json says."""
+    own = tiny_policy()
+    own.model.save_pretrained(tmp_path)
+    own.tok.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    settings |= {name: GENERATION[name]}
+    if name == "num_return_sequences":  # without beams such a folder is refused
+        settings |= {"num_beams": 4}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    judge = LocalJudge(str(tmp_path), own.device, max_new=8)
+    asked = [({"role": "user", "content": text},) for text in ("does it cheat", "x", "one two")]
+    for conversation, said in zip(asked, judge.ask_all(asked, 60.0), strict=True):
+        prompt = list(own.render(conversation))
+        ids: list[int] = []
+        while len(ids) < 8 and 1 not in ids:
+            with torch.no_grad():
+                logits = own.model(torch.tensor([prompt + ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+        assert isinstance(said, Reply)
+        assert (said.text, said.cut) == (own.decode(ids), 1 not in ids)
 
 
 def test_no_such_model_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, Grade, Thought
 from vgrout.ground.io import Refused
-from vgrout.ground.thoughts import parts_of, thought_of, to_grade
+from vgrout.ground.thoughts import KNOWN, THINK, marks_of, parts_of, thought_of, to_grade
 from vgrout.loop.generation import graded, sample_and_submit
 from vgrout.method.llm_judge import LLMJudge
 from vgrout.model.policy import apply_template
@@ -52,17 +53,24 @@ PIECES = ("<think>", "</think>", "\n", " ", "a", "é", "🙂", "```python\nx = 1
 TEXT = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
 
-@given(TEXT, st.booleans())
-@example("<think>\na\n</think>\n\nb", False)
-@example("", True)
-def test_a_thought_and_an_answer_are_the_text(text, in_thought):
-    parts = parts_of(text, in_thought)
+def under(marks, text):
+    """The same text with a model's own marks in place of `<think>` and `</think>`."""
+    return text.replace(THINK.close, marks.close).replace(THINK.open, marks.open)
+
+
+@given(TEXT, st.booleans(), st.sampled_from(KNOWN))
+@example("<think>\na\n</think>\n\nb", False, KNOWN[1])
+@example("", True, THINK)
+def test_a_thought_and_an_answer_are_the_text(text, in_thought, marks):
+    text = under(marks, text)
+    parts = parts_of(text, in_thought, marks)
     assert parts.thought + parts.answer == text
     assert parts.ended or not parts.answer, "a thought without an end has no answer"
-    again = parts_of(to_grade(text, in_thought))
+    again = parts_of(to_grade(text, in_thought, marks))
     assert (again.answer, again.ended) == (parts.answer, parts.ended), "once cut, it is cut"
 
 
+@pytest.mark.parametrize("marks", KNOWN)
 @pytest.mark.parametrize(
     ("text", "in_thought", "thought", "answer", "ended"),
     [
@@ -83,9 +91,33 @@ def test_a_thought_and_an_answer_are_the_text(text, in_thought):
         ("<think></think>b", False, "<think></think>", "b", True),
     ],
 )
-def test_where_a_thought_ends(text, in_thought, thought, answer, ended):
-    parts = parts_of(text, in_thought)
+def test_where_a_thought_ends(text, in_thought, thought, answer, ended, marks):
+    parts = parts_of(under(marks, text), in_thought, marks)
+    thought, answer = under(marks, thought), under(marks, answer)
     assert (parts.thought, parts.answer, parts.ended) == (thought, answer, ended)
+    if marks != THINK:
+        assert parts_of(under(marks, text)).answer == under(marks, text), "no marks of this model"
+
+
+GEMMA = (
+    "{{ '<|turn>model' }}{% if not enable_thinking %}{{ '<|channel>thought<channel|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "marks"),
+    [
+        *((f"{{{{ '{marks.open}' }}}}", {}, marks) for marks in KNOWN),
+        *((f"{{{{ m.split('{marks.close}') }}}}", {}, marks) for marks in KNOWN),
+        *(("no marks", {marks.open: 5, marks.close: 6}, marks) for marks in KNOWN),
+        (GEMMA, {"<think>": 5, "</think>": 6}, KNOWN[1]),  # the template says what is written
+        ("no marks", {"<think>": 5}, None),
+        ("<reasons>", {"<reasons>": 5, "</reasons>": 6}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_marks_are_the_templates_or_else_the_tokenizers(template, tokens, marks):
+    assert marks_of(template, tokens) == marks
 
 
 @given(st.lists(st.sampled_from([5, 6, *range(7, 97)]), max_size=20), st.booleans(), st.booleans())
@@ -125,12 +157,16 @@ def test_the_template_is_told(template, on, off):
 # ── answers
 
 
-def test_graders_are_given_answers_alone(monkeypatch):
+@pytest.mark.parametrize("marks", KNOWN)
+def test_graders_are_given_answers_alone(marks, monkeypatch):
     """Whatever the environment, also one of a user's own: it never sees a thought."""
     from vgrout.model.sampling import sampler
 
-    texts = ("<think>a</think>b", "<think>a", "b")
-    lm = replace(tiny.policy(), thinking=True)
+    texts = [under(marks, text) for text in ("<think>a</think>b", "<think>a", "b")]
+    tok = tiny.tokenizer(thought=(marks.open, marks.close))
+    tok.chat_template = under(marks, LIKE_QWEN)
+    lm = replace(tiny.as_policy(tiny.tiny(), tok), thinking=True)
+    assert lm.marks == marks
     completions = []
     for text in texts:
         completions.append(Completion((*lm.encode(text), 1), text, True, ()))
@@ -238,6 +274,15 @@ def test_it_is_refused_before_anything_is_loaded(world):
     argv = [*world(NEVER), "--thinking"]
     with pytest.raises(Refused, match=r"--thinking.*enable_thinking"):
         read_inputs(resolve(argv))
+    unknown = LIKE_QWEN.replace("think>", "reasons>")
+    read_inputs(resolve([*world(unknown), "--thinking"]))  # the tokenizer has <think> and </think>
+    tiny.tokenizer(thought=("<reasons>", "</reasons>")).save_pretrained("model")
+    (Path("model") / "chat_template.jinja").write_text(unknown)
+    with pytest.raises(Refused, match=r"--thinking: neither .* has marks of a thought"):
+        read_inputs(resolve(argv))
+    tiny.tokenizer(thought=("<|channel>", "<channel|>")).save_pretrained("model")
+    (Path("model") / "chat_template.jinja").write_text(unknown)
+    read_inputs(resolve(argv))
     with pytest.raises(Refused, match=r"--thinking"):
         resolve([*argv[:-1], "--monitor", "llm_judge", "--intervention", "penalty", "--llm-judge-thoughts",
                  "--llm-judge-model", "model"])  # fmt: skip

@@ -76,9 +76,9 @@ TEMPLATE = (
 )
 
 
-def tokenizer(pad="<pad>"):
-    """97 tokens: four specials, think tags, one token a character for the rest. pad None: pad == eos."""
-    special = ["<pad>", "<eos>", "<user>", "<system>", "<assistant>", "<think>", "</think>"]
+def tokenizer(pad="<pad>", thought=("<think>", "</think>")):
+    """97 tokens: four specials, marks of a thought, one token a character for the rest. pad None: pad == eos."""
+    special = ["<pad>", "<eos>", "<user>", "<system>", "<assistant>", *thought]
     vocab = {token: i for i, token in enumerate(special)}
     vocab |= {chr(c): len(vocab) + i for i, c in enumerate(range(32, 32 + 97 - len(special)))}
     core = Tokenizer(models.BPE(vocab, [], unk_token="<pad>", fuse_unk=False))

@@ -148,8 +148,8 @@ def prompting(saved: Saved) -> str:
     """Say how the chat template is to be called, so that prompts are those of training."""
     if saved.cfg.env.thinking:
         return (
-            "It was trained with thoughts: render prompts with `enable_thinking=True`. An answer begins after "
-            "`</think>`; what comes before was not graded."
+            "It was trained with thoughts: render prompts with `enable_thinking=True`. An answer begins where its "
+            "thought ends; what comes before was not graded."
         )
     return (
         "It was trained without thoughts: where the template knows `enable_thinking`, render prompts with "

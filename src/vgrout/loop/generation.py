@@ -82,7 +82,7 @@ def sample_and_submit(
     grader_of_groups: Any = grader if getattr(grader, "by_group", False) else None
 
     def submit(p: int, i: int, completion: Completion) -> None:
-        given = to_grade(completion.text, in_thought[p])
+        given = to_grade(completion.text, in_thought[p], lm.marks)
         if grader_of_groups is not None:
             held.setdefault(p, {})[i] = given
         else:
@@ -110,7 +110,7 @@ def sample_and_submit(
 
 def with_thought(lm: LanguageModel, completion: Completion, in_thought: bool) -> Completion:
     """A sampled completion with the thought that it begins with. in_thought: the prompt has opened the thought."""
-    thought = thought_of(lm.decode, completion.ids, completion.text, in_thought)
+    thought = thought_of(lm.decode, completion.ids, completion.text, in_thought, lm.marks)
     return replace(completion, thought=thought)
 
 

@@ -255,6 +255,6 @@ def texts_of_model(
         in_thought = lm.opens_thought(messages)
         of_prompt: list[str] = []
         for completion in completions:
-            of_prompt.append(to_grade(completion.text, in_thought))
+            of_prompt.append(to_grade(completion.text, in_thought, lm.marks))
         texts.append(of_prompt)
     return texts

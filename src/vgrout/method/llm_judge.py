@@ -14,11 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from loguru import logger
-from transformers import GenerationConfig
 
 from vgrout.config.method import judge_endpoint, judge_prompt
 from vgrout.config.specs import MONITORS
@@ -28,7 +26,7 @@ from vgrout.ground.data import Flags, GroupView, Message
 from vgrout.ground.io import whole_lines
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
 from vgrout.model.load.load import load_language_model
-from vgrout.model.policy import LanguageModel
+from vgrout.model.sampling.sampler import greedy
 
 FILE = "judge.jsonl"
 KEPT = 2000  # characters of a reply that are written
@@ -293,52 +291,13 @@ class LocalJudge:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            prompts_of_rows = [prompts[i] for i in rows]
-            found = generated(self.lm, prompts_of_rows, self.max_new, left)
-            for i, reply in zip(rows, found, strict=True):
-                replies[i] = reply
+            found = greedy(self.lm, [prompts[i] for i in rows], self.max_new, left)
+            for i, answer in zip(rows, found, strict=True):
+                replies[i] = Reply(
+                    answer.text,
+                    cut=not answer.finished,
+                    prompt_tokens=len(prompts[i]),
+                    completion_tokens=len(answer.ids) - answer.finished,
+                )
         late = NoReply(f"no answer within {seconds:g} s")
         return [replies.get(i, late) for i in range(len(conversations))]
-
-
-@torch.no_grad()
-def generated(
-    lm: LanguageModel, prompts: Sequence[tuple[int, ...]], max_new: int, seconds: float
-) -> list[Reply]:
-    """Greedy replies to these prompts, as far as they come within `seconds`."""
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), lm.pad_id)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        start = longest - len(prompt)  # padded on the left
-        ids[row, start:] = torch.tensor(prompt)
-        mask[row, start:] = 1
-    how = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new,
-        max_time=seconds,
-        eos_token_id=sorted(lm.eos_ids),
-        pad_token_id=lm.pad_id,
-    )
-    model: Any = lm.model
-    sequences = model.generate(
-        input_ids=ids.to(lm.device),
-        attention_mask=mask.to(lm.device),
-        generation_config=how,
-    )
-    completions: list[list[int]] = sequences[:, longest:].tolist()
-    replies: list[Reply] = []
-    for prompt, tokens in zip(prompts, completions, strict=True):
-        completion: list[int] = []  # up to its first EOS
-        for token in tokens:
-            if token in lm.eos_ids:
-                break
-            completion.append(token)
-        reply = Reply(
-            lm.decode(completion),
-            cut=len(completion) == len(tokens),
-            prompt_tokens=len(prompt),
-            completion_tokens=len(completion),
-        )
-        replies.append(reply)
-    return replies

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vgrout.ground.data import Message
 from vgrout.ground.io import Refused, one_line
-from vgrout.ground.thoughts import opens
+from vgrout.ground.thoughts import THINK, Marks, opens
 from vgrout.model.attention import kernel_name
 from vgrout.model.layout import Packed, batches, pack, padded_batches
 from vgrout.model.load.memory import Budget
@@ -53,6 +53,7 @@ class LanguageModel:
     system_role: bool  # False: the template refuses system messages, see `without_system`
     preserve_thinking: bool  # earlier answers keep their think blocks in the prompt
     thinking: bool  # the template is told that answers begin with a thought
+    marks: Marks  # of its thoughts
     packs: bool  # packed rows (`model/layout.py`) were checked against this model and agree
     budget: Budget  # how much is processed at once
     graphs: bool  # the lean decoder's step is made for CUDA graphs
@@ -87,8 +88,8 @@ class LanguageModel:
         return "".join(self._parts(messages))
 
     def opens_thought(self, messages: Sequence[Message]) -> bool:
-        """Whether the rendered prompt ends in a `<think>` that the answer goes on with."""
-        return opens(self.prompt_text(messages))
+        """Whether the rendered prompt ends in an opened thought that the answer goes on with."""
+        return opens(self.prompt_text(messages), self.marks)
 
     def _parts(self, messages: Sequence[Message]) -> list[str]:
         """Template, answer, template, …, template, as `conversation` returns them.
@@ -98,7 +99,7 @@ class LanguageModel:
         if not self.system_role:
             messages = without_system(messages)
         if self.preserve_thinking:
-            return conversation(self.tok, messages, self.thinking)
+            return conversation(self.tok, messages, self.thinking, self.marks)
         return [apply_template(self.tok, messages, thinking=self.thinking)]
 
     def encode(self, text: str) -> TokenIds:
@@ -256,6 +257,7 @@ def conversation(
     tok: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     thinking: bool = False,
+    marks: Marks = THINK,
 ) -> list[str]:
     """Template, answer, …, template: a conversation whose earlier answers stand as they were given.
 
@@ -271,9 +273,9 @@ def conversation(
     last = ""  # the placeholder of the answer before
     for i, placeholder in placeholders.items():
         answer = messages[i]["content"]
-        thought = "</think>" in answer
+        thought = marks.close in answer
         opening = _after(last, apply_template(tok, replaced[:i], thinking=thought))
-        parts += [opening, _without_opened_think(answer, opening)]
+        parts += [opening, _without_opened_think(answer, opening, marks)]
         last = placeholder
     parts.append(_after(last, apply_template(tok, replaced, thinking=thinking)))
     return parts
@@ -304,12 +306,12 @@ def _after(placeholder: str, text: str) -> str:
     return text.rpartition(placeholder)[2]
 
 
-def _without_opened_think(answer: str, opening: str) -> str:
-    """The answer without its `<think>`, where the template has opened the block itself."""
-    if not (opens(opening) and answer.startswith("<think>")):
+def _without_opened_think(answer: str, opening: str, marks: Marks) -> str:
+    """The answer without its opening mark, where the template has opened the thought itself."""
+    if not (opens(opening, marks) and answer.startswith(marks.open)):
         return answer
-    with_spaces = opening[opening.rindex("<think>") :]
-    return answer.removeprefix(with_spaces).removeprefix("<think>")
+    with_spaces = opening[opening.rindex(marks.open) :]
+    return answer.removeprefix(with_spaces).removeprefix(marks.open)
 
 
 def apply_template(

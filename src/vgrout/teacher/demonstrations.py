@@ -14,7 +14,7 @@ from vgrout.config.run import Config
 from vgrout.ground.data import CachedGrade, Rollout, Task
 from vgrout.ground.io import Refused
 from vgrout.ground.rng import py_stream
-from vgrout.ground.thoughts import CLOSE, thought_of
+from vgrout.ground.thoughts import thought_of
 from vgrout.model.policy import LanguageModel
 from vgrout.teacher.pools import Demonstration, Pool
 
@@ -223,13 +223,13 @@ class Teacher:
             ids, finished = self._tokens[problem.id, i]
             text = demo.completion or ""
             # a prompt may have opened a thought, which a pool of answers without thoughts does not go on with
-            goes_on = in_thought and CLOSE in text
+            goes_on = in_thought and self.lm.marks.close in text
             rollout = Rollout(
                 ids,
                 text,
                 finished,
                 logp=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
-                thought=thought_of(self.lm.decode, ids, text, goes_on),
+                thought=thought_of(self.lm.decode, ids, text, goes_on, self.lm.marks),
                 prompt_ids=prompt_ids,
                 source="teacher",
             )

@@ -24,6 +24,7 @@ from vgrout.config.run import Config
 from vgrout.ground import ranks
 from vgrout.ground.io import Refused, one_line, out_of_memory
 from vgrout.ground.machine import cores, visible
+from vgrout.ground.thoughts import THINK, marks_of
 from vgrout.model.load.memory import CONTEXT, USUAL, Budget, plan_of
 from vgrout.model.load.saved import FoundModel, Saved
 from vgrout.model.load.source import (
@@ -363,7 +364,8 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     if not lean:
         require_branching(model)
     packed = packs(model, backbone(model))
-    mark_foreign(model, tok.get_vocab().values())  # after the trials, which compare logits
+    vocabulary = tok.get_vocab()
+    mark_foreign(model, vocabulary.values())  # after the trials, which compare logits
     lm = LanguageModel(
         model=model,
         tok=tok,
@@ -374,6 +376,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         system_role=takes_system(tok),
         preserve_thinking=False,
         thinking=False,
+        marks=marks_of(str(tok.chat_template), vocabulary) or THINK,
         packs=packed,
         graphs=model.device.type == "cuda",
         budget=usual_budget(model.device),

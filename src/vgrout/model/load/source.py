@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from vgrout.config.checks import Dtype
 from vgrout.ground.data import Message
 from vgrout.ground.io import Json, Refused, from_json, none_fits, once, one_line, read_text, regular
-from vgrout.ground.thoughts import opens
+from vgrout.ground.thoughts import THINK, Marks, marks_of, opens
 
 SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
 # Architectures whose blocks are those of `Shapes`.
@@ -244,18 +244,22 @@ def _tokenizer_fault(folder: Path) -> str:
     for name in SETTINGS:
         _json_object(folder / name)
     read_tokenizer(folder)
-    if not _chat_template(folder):
+    if not _chat_templates(folder):
         return "no chat template in it (chat_template.jinja, or in tokenizer_config.json)"
     return ""
 
 
-def _chat_template(folder: Path) -> object:
-    """A folder's chat template, or a list of several; None or "": it has none."""
+def _chat_templates(folder: Path) -> list[str]:
+    """A folder's chat templates: as a rule one."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return read_text(file)
-    in_settings = _json_object(folder / "tokenizer_config.json").get("chat_template")
-    return in_settings or list(folder.glob("additional_chat_templates/*.jinja"))
+        return [read_text(file)]
+    found: Json = _json_object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, str):
+        return [found]
+    if isinstance(found, list):
+        return [str(named) for named in found]
+    return list(map(read_text, folder.glob("additional_chat_templates/*.jinja")))
 
 
 # Messages on which a chat template is tried.
@@ -267,17 +271,26 @@ ANSWER: Message = {"role": "assistant", "content": "(answer)"}
 def require_thinking(folder: Path) -> None:
     """Raises Refused, one line, if a folder's chat template has no thoughts to switch on.
 
-    Several templates are not tried.
+    Or if nothing tells between which marks its model thinks. Several templates are not tried.
     """
-    template = _chat_template(folder)
-    if isinstance(template, str) and not knows_thoughts(template):
+    templates = _chat_templates(folder)
+    tokenizer = read_tokenizer(folder)
+    tokens = {} if tokenizer is None else tokenizer.get_vocab()
+    marks = marks_of("".join(templates), tokens)
+    if len(templates) == 1 and not knows_thoughts(templates[0], marks or THINK):
         raise Refused(
             f"--thinking: the chat template of {folder} does not know enable_thinking, the prompt is "
             "the same with it and without; leave the flag out, or choose a model with thoughts"
         )
+    if marks is None:
+        raise Refused(
+            f"--thinking: neither the chat template nor the tokenizer of {folder} has marks of a "
+            "thought that are known here (as <think> and </think>), so thoughts would be graded; "
+            "leave the flag out, or choose a model that thinks between known marks"
+        )
 
 
-def knows_thoughts(template: str) -> bool:
+def knows_thoughts(template: str, marks: Marks) -> bool:
     """Whether a template writes another prompt where thoughts are asked for, or opens one anyway.
 
     True of a template that fails, which shows where it is used.
@@ -301,7 +314,7 @@ def knows_thoughts(template: str) -> bool:
             )
     except Exception:  # a template is a program, and may raise anything
         return True
-    return prompts[0] != prompts[1] or opens(prompts[1])
+    return prompts[0] != prompts[1] or opens(prompts[1], marks)
 
 
 def _json_object(file: Path) -> dict[str, object]:

@@ -5,6 +5,7 @@ draws differ: the answers of a group are a tree, and every node of it is compute
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -119,6 +120,21 @@ def sample(
     return completions
 
 
+@torch.no_grad()
+def greedy(
+    policy: LanguageModel, prompts: Sequence[tuple[int, ...]], max_new: int, seconds: float
+) -> list[Completion]:
+    """The likeliest token each time: one completion of each prompt, all at once, on this rank.
+
+    They are cut at max_new tokens, and where `seconds` are over.
+    """
+    noise = torch.zeros(len(prompts), max_new, device=policy.device)
+    deadline = time.monotonic() + seconds
+    run = _Run(policy, prompts, range(len(prompts)), Sampling(temperature=0), noise, deadline)
+    answers = dict(run.finish_all())
+    return [answers[row] for row in range(len(prompts))]
+
+
 @dataclass(frozen=True, slots=True)
 class _Draw:
     """One token for each row, on the device."""
@@ -138,9 +154,13 @@ class _Run:
         prompt_of: Sequence[int],
         sampling: Sampling,
         noise: Float[Tensor, "rows max_new"],
+        deadline: float = math.inf,
     ) -> None:
-        """prompt_of: row → its prompt; prompts of no row are not read."""
-        self.policy, self.sampling = policy, sampling
+        """prompt_of: row → its prompt; prompts of no row are not read.
+
+        deadline: of time.monotonic(), at which rows that have not ended are cut.
+        """
+        self.policy, self.sampling, self.deadline = policy, sampling, deadline
         n, max_new = noise.shape
         self.noise = noise.mT.contiguous()  # [max_new, rows]
         self.decoder: Decoder = policy.decoder()
@@ -158,7 +178,7 @@ class _Run:
         rows, slots = list(range(n)), self.first_slots
         at = self._index(rows)
         for t in range(max_new):
-            is_last = t + 1 == max_new
+            is_last = t + 1 == max_new or time.monotonic() > self.deadline
             drawn = self._draw(at, self._index(slots), t)
             # Where no two rows share a slot, each slot goes on with its own row's token, whichever
             # it is: the device is given the next step before the host reads the tokens. It does all
