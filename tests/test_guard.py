@@ -30,6 +30,7 @@ from vgrout.guard.guard import Guard, Observed
 from vgrout.guard.kill_switch import (
     CollapseStopError,
     HeldOutGuard,
+    TripwireStatus,
     kl_token_trust_filter,
 )
 from vgrout.loop.rollout import training_reward
@@ -322,7 +323,12 @@ def test_a_state_is_plain_numbers_whatever_was_given(kind):
 def test_the_names_it_was_published_with():
     guard = HeldOutGuard(rise_eps=0.25)
     assert guard.rise_eps == 0.25
-    assert guard.update(7, 0.5, 0.5).step == 7
+    status = guard.update(7, 0.5, 0.5)
+    assert status.step == status.round_idx == TripwireStatus(step=7).step == 7
+    state = guard.state_dict()
+    state["last"] = {"round_idx" if k == "step" else k: v for k, v in state["last"].items()}
+    guard.load_state_dict(state)  # of an older version
+    assert guard.last_status() == status
     assert kl_token_trust_filter(logratio_sq_half=0.5) is True
     guard.kl_hard_stop = 0.5
     assert not guard.update(8, 0.5, 0.5, kl_to_init=0.4).fire

@@ -189,7 +189,7 @@ class MethodConfig:
     """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N alone, and
     δS in the others; N from 1, or counted back from block:last, which is block:-1; none: block:-2."""
     rebaseline: bool | None = None
-    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks); none: yes."""
+    """Advantages of kept rows are recomputed among them (gate, band: of rows that are no known hacks); none: yes."""
 
     def __post_init__(self) -> None:
         self._check_names()

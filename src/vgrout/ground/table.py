@@ -313,7 +313,8 @@ class StepRow(Columns):
     )
     routed: float | None = col(
         ".2f",
-        "share of rollouts sent to the quarantine (of rollouts × modules, if each module decides)",
+        "share of rollouts with a gradient that are sent to the quarantine (of rollouts × modules, if each module "
+        "decides)",
         when="whole",
     )
     recall: Rate | None = col(

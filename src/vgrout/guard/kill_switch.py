@@ -30,7 +30,7 @@ class TripwireStatus:
 
     fire: bool = False  # whether any rule was broken, now or before
     reason: str = ""  # "latched: …" on every evaluation after the one that fired
-    round_idx: int = -1
+    step: int = -1  # the round or step of that evaluation
     proxy_real_gap: float = 0.0
     in_loop_ema: float | None = None
     heldout_ema: float | None = None
@@ -45,9 +45,9 @@ class TripwireStatus:
         return self.fire
 
     @property
-    def step(self) -> int:
-        """The same as `round_idx`, for a caller that counts steps."""
-        return self.round_idx
+    def round_idx(self) -> int:
+        """The same as `step`, for a caller that counts rounds."""
+        return self.step
 
     def line(self) -> str:
         """The verdict as a line of the log."""
@@ -223,7 +223,7 @@ class HeldOutGuard:
         s.last = TripwireStatus(
             fire=self.halt,
             reason=reason,
-            round_idx=round_idx,
+            step=round_idx,
             proxy_real_gap=self.proxy_real_gap(),
             in_loop_ema=s.averages.get("in_loop_reward"),
             heldout_ema=s.averages.get("heldout_score"),
@@ -362,5 +362,7 @@ class HeldOutGuard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self._state = _State(**state)
-        self._state.last = TripwireStatus(**state["last"])
+        last = dict(state["last"])
+        if "round_idx" in last:  # of older versions
+            last["step"] = last.pop("round_idx")
+        self._state = _State(**state | {"last": TripwireStatus(**last)})

@@ -117,7 +117,7 @@ class BandGate:
     """Flags softly, a share f = clamp((cos - lo) / (hi - lo), 0, 1).
 
     lo, hi: mean cosines of the pairs' clean and hack sides. A module whose hack side is not above its clean side has no
-    band and flags nothing. No label of any rollout is used.
+    band and flags nothing. It reads no label of any rollout.
     """
 
     def __init__(self, lo: OfModules, hi: OfModules) -> None:
@@ -311,7 +311,8 @@ class Gate(GradientMonitor):
 
 
 class Band(GradientMonitor):
-    """Pair band: flags softly, by where the cosine lies between the pairs' sides (`BandGate`). Reads no label."""
+    """Pair band: flags softly, by where the cosine lies between the pairs' sides (`BandGate`). What it flags depends on no
+    label; `--rebaseline` sets known hacks apart, as under the gate."""
 
     spec = MONITORS["band"]
     majority = False
