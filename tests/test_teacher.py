@@ -9,6 +9,7 @@ from vgrout.config.presets import resolve
 from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_rows
 from vgrout.ground.io import file_sha256
+from vgrout.ground.thoughts import THINK
 from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool
@@ -51,6 +52,8 @@ class Speaker:
 
     def prompt_text(self, messages):
         return f"<{messages[-1]['content']}>"
+
+    marks = THINK
 
     def opens_thought(self, messages):
         return False

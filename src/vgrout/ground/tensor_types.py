@@ -41,7 +41,9 @@ class Diagnostics:
     hkgap: float | None = None  # gate: mean(cos of known hacks) − mean(cos of the rest)
     voting: float | None = None  # gate: share of modules with a threshold
     resid: float | None = None  # gate, band: cosine of what is kept with v
-    routed: float | None = None  # of rollouts · modules with a gradient: share sent to the quarantine
+    routed: float | None = (
+        None  # of rollouts · modules with a gradient: share sent to the quarantine
+    )
 
     def columns(self) -> dict[str, object]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

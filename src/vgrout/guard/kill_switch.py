@@ -365,4 +365,5 @@ class HeldOutGuard:
         last = dict(state["last"])
         if "round_idx" in last:  # of older versions
             last["step"] = last.pop("round_idx")
-        self._state = _State(**state | {"last": TripwireStatus(**last)})
+        self._state = _State(**state)
+        self._state.last = TripwireStatus(**last)

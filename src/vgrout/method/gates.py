@@ -311,8 +311,10 @@ class Gate(GradientMonitor):
 
 
 class Band(GradientMonitor):
-    """Pair band: flags softly, by where the cosine lies between the pairs' sides (`BandGate`). What it flags depends on no
-    label; `--rebaseline` sets known hacks apart, as under the gate."""
+    """Pair band: flags softly, by where the cosine lies between the pairs' sides (`BandGate`).
+
+    What it flags depends on no label; `--rebaseline` sets known hacks apart, as under the gate.
+    """
 
     spec = MONITORS["band"]
     majority = False
