@@ -228,14 +228,10 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs():
     shown = make.read("containment-start", "containment-probe", "containment-twin")
     routing, attempts = make.read("containment-routing"), make.read("attempts", "attempts-builds")
 
-    def line(page, start):
-        found = [
-            x
-            for x in text(page).rpartition("<!-- results -->")[2].splitlines()
-            if x.startswith(f"| {start}")
-        ]
-        assert len(found) == 1, f"{name(page)}: {len(found)} lines that start with {start!r}"
-        return found[0]
+    def line(start):
+        table = text(docs("results")).partition("## From a policy")[2].partition("\n## ")[0]
+        (found,) = [x for x in table.splitlines() if x.startswith(f"| {start}")]
+        return found
 
     def means(runs):
         return (
@@ -246,25 +242,15 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs():
     labels, seed = "monitor=labels", "seed_monitor=labels"
     probe = "monitor=online_probe", seed
     penalised = runs_of(shown, "penalty", labels)
-    of_readme: dict[str, list[Any]] = {
-        "used like others (plain GRPO)": runs_of(shown, "none"),
-        "left out": runs_of(routing, "screen", labels),
-        "routed to a quarantine": runs_of(routing, "route2", labels),
-        "rewarded less |": [r for r in penalised if known_flaw(r) in ("run_tests", "exit_code")],
-        (ceiling := "(grader without a flaw)"): runs_of(shown, "none", control="no_loophole"),
-    }
-    for start, runs in of_readme.items():
-        cells = [cell.strip() for cell in line(README, start).split("|")]
-        assert cells[2:5] == [*means(runs), str(len(runs))], start
-        known = [float(r[f"hack_deploy_{known_flaw(r)}"]) for r in runs if known_flaw(r)]
-        assert cells[5] == (f"{100 * mean(known):.1f}" if known else ""), start
+    known, of_screen, of_route2 = (
+        [r for r in penalised if known_flaw(r) in ("run_tests", "exit_code")],
+        runs_of(routing, "screen", labels),
+        runs_of(routing, "route2", labels),
+    )
     rows: dict[str, tuple[list[Any], list[Any]]] = {
-        "learnt from: `none`": (
-            of_readme["used like others (plain GRPO)"],
-            runs_of(attempts, "none"),
-        ),
-        "left out: `screen`": (of_readme["left out"], []),
-        "routed: `route2`": (of_readme["routed to a quarantine"], []),
+        "learnt from: `none`": (runs_of(shown, "none"), runs_of(attempts, "none")),
+        "left out: `screen`": (of_screen, []),
+        "routed: `route2`": (of_route2, []),
         "rewarded less: `penalty`": (
             penalised,
             runs_of(attempts, "penalty", labels),
@@ -278,11 +264,14 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs():
             [],
         ),
         "rewarded less | `twin`": (runs_of(shown, "penalty", "monitor=twin"), []),
-        ceiling: (of_readme[ceiling], runs_of(attempts, "none", control="no_loophole")),
+        "(grader without a flaw)": (
+            runs_of(shown, "none", control="no_loophole"),
+            runs_of(attempts, "none", control="no_loophole"),
+        ),
     }
     for start, (runs, with_attempts) in rows.items():
         _, _, _, found, false_flags, hack, solve, n, other, _ = map(
-            str.strip, line(docs("results"), start).split("|")
+            str.strip, line(start).split("|")
         )
         assert (hack.split()[0], solve, n) == (*means(runs), str(len(runs))), start
         assert other == (means(with_attempts)[0] if with_attempts else ""), start
@@ -292,50 +281,72 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs():
             rates = [make.share([r["flagged_solved"]]) for r in runs]
             assert false_flags == f"{mean(rates):.1f}", start
 
+    def of_known(runs):
+        return f"{100 * mean(float(r[f'hack_deploy_{known_flaw(r)}']) for r in runs):.1f}"
 
-def test_the_tables_with_demonstrations_are_of_recorded_runs():
-    make = recall()
+    page = text(docs("results"))
+    assert f"{of_known(of_screen)} % of answers (`screen`) and {of_known(of_route2)} % (`r" in page
+    hack, solve = means(known)
+    assert f"the 20 runs with one of the same two flaws known leave {hack} % of hacks" in page
+    assert f"solve {solve} %, and hack {of_known(known)} % by the known flaw" in page
+    (of_readme,) = [x for x in text(README).splitlines() if x.startswith("| toy model")]
+    cells = [" / ".join(means(runs)) for runs in (runs_of(shown, "none"), of_route2, of_screen)]
+    assert f"| {cells[0]} (10 runs) | {cells[1]} (20 runs) |" in of_readme
+    assert f"({cells[2]}, 20 runs)" in of_readme
+    assert f"fewer hacks ({' / '.join(means(penalised))})" in text(README)
+
+
+def test_the_numbers_with_demonstrations_are_of_recorded_runs():
+    make, page = recall(), text(docs("results"))
     toy, small = make.read("axes", "arms-baselines"), make.read("pretrained")
-    of_sums = make.read("sums")
     best = "vhack_refresh_every=0 gate_vote=rollout gate_modules=apart rollout_ablate_frac=1.0 quarantine=block:3"
 
-    def said(rows, arm, control, settings):
+    def means(rows, arm, control="none", settings=""):
         of = [r for r in rows if (r["arm"], r["control"], bare(r)) == (arm, control, settings)]
-        if not of:
-            return "not run"
         hack, solve = (
-            100 * mean(float(r[f"{what}_deploy"]) for r in of) for what in ("hack", "solve")
+            f"{100 * mean(float(r[f'{what}_deploy']) for r in of):.1f}"
+            for what in ("hack", "solve")
         )
-        return f"{hack:.1f} / {solve:.1f} ({len(of)} run{'s' * (len(of) > 1)})"
+        return hack, solve, str(len(of))
 
     axes = [
         r
         for r in toy
         if "organism=" not in r["settings"] and not r["run"].startswith("20261121T21")
     ]
-    usual = "pairs by each flaw"  # as an older record of `small` names its own
-    shown = {
-        "plain GRPO |": ("none", "none", "", ""),
-        "routed |": ("route2", "none", usual, f"{best} rebaseline=True"),
-        "routed, random direction": ("route2", "haar", "", f"{best} rebaseline=True"),
-        "left out, by an oracle": ("screen", "none", "monitor=labels", "monitor=labels"),
-        "rewarded less, by an oracle": ("penalty", "none", "monitor=labels", "monitor=labels"),
-        "plain GRPO, nothing": ("none", "none", "mix_ratio=0.0", "mix_ratio=0.0"),
-        "(grader without": ("none", "no_loophole", "", ""),
+    rows = {
+        "`none`": means(axes, "none"),
+        "`none`, nothing demonstrated (five seeds)": means(toy, "none", settings="mix_ratio=0.0"),
+        "`route2`": means(axes, "route2", settings=f"{best} rebaseline=True"),
+        "`screen`, labels of all flaws": means(
+            make.read("axes"), "screen", settings="monitor=labels"
+        ),
+        "`penalty`, labels of all flaws": means(
+            make.read("axes"), "penalty", settings="monitor=labels"
+        ),
     }
-    table = text(README).partition("<!-- demonstrated -->")[2].partition("<!-- results -->")[0]
-    for start, (arm, control, of_small, of_toy) in shown.items():
-        (cells,) = [
-            line.split(" | ") for line in table.splitlines() if line.startswith(f"| {start}")
-        ]
-        assert cells[2] == said(small, arm, control, of_small), start
-        assert cells[3] == said(of_sums, arm, control, of_small.replace(usual, "")), start
-        of_toys = axes
-        if "mix" in of_toy:
-            of_toys = toy
-        elif "labels" in of_toy:
-            of_toys = make.read("axes")
-        assert cells[1] == said(of_toys, arm, control, of_toy), start
+    table = page.partition("## With demonstrations")[2].partition("\n## ")[0]
+    for name, (hack, solve, _) in rows.items():
+        (line,) = [x for x in table.splitlines() if x.startswith(f"| {name} |")]
+        shown = [cell.split()[0] for cell in line.split(" | ")[1:3]]
+        assert shown == [hack, solve], name
+    _, ceiling, _ = means(axes, "none", "no_loophole")
+    assert f"| {ceiling} [80.4, 84.6], the ceiling |" in table
+    hack, solve, runs = means(axes, "route2", "haar", f"{best} rebaseline=True")
+    assert (f"ends at {hack} / {solve} (three seeds)" in table, runs) == (True, "3")
+
+    readme = text(README)
+    for name, (hack, solve, _) in [*rows.items()][1:]:
+        assert name == "`route2`" or f"{hack} / {solve})" in readme, name
+    usual, sums = "pairs by each flaw", make.read("sums")
+    for start, of, settings in (("programs", small, usual), ("sums", sums, "")):
+        cells = means(of, "none"), means(of, "route2", settings=settings)
+        said = " | ".join(f"{hack} / {solve} ({runs} runs)" for hack, solve, runs in cells)
+        assert f"| SmolLM2-135M, {start}, hacks demonstrated | {said} |" in readme, start
+    hack, solve, runs = means(sums, "screen", settings="monitor=source")
+    assert f"({hack} / {solve}, {runs} runs)" in readme
+    hack, solve, _ = means(small, "none", settings="mix_ratio=0.0")
+    assert f"({hack} / {solve})" in readme
 
 
 ABSORBING = "rollout_ablate_frac=0.5 quarantine=shared"
