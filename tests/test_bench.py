@@ -1,7 +1,6 @@
 """The benches' arithmetic, and that what they compare does the same work. Their figures are no test's business."""
 
 import json
-import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import torch
 from benchmarks import gpu, real, rig, step, trl_peer
 from benchmarks.__main__ import main
 from benchmarks.gpu_peer import Contestant
-from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
+from benchmarks.measure import Figure, Ratio, interleaved, page
 from benchmarks.rig import Load
 from pretended_gpu import pretended_gpu
 from vgrout.ground import embedded
@@ -38,12 +37,6 @@ def test_contestants_take_turns_and_the_first_round_does_not_count():
     )
     assert calls == ["a", "b"] * 3
     assert [len(seconds[k]) for k in "ab"] == [2, 2]
-
-
-def test_a_peak_is_the_most_that_was_held():
-    before = peak_bytes(os.getpid())
-    torch.ones(2**26).add_(1)  # 256 MiB
-    assert peak_bytes() >= max(before, 2**28)
 
 
 def test_a_policy_of_random_weights_can_be_sampled():
@@ -117,14 +110,6 @@ def test_the_bench_of_a_gpu_from_end_to_end(monkeypatch, capfd, warnings):
 
 
 @pytest.mark.long
-def test_a_run_of_the_bench_that_fails_says_why(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpu, "MINI", ["mini", "--no-such-flag"])
-    with pytest.raises(RuntimeError, match="Unrecognized options"):
-        gpu.mini("broken")
-
-
-@pytest.mark.long
 def test_a_run_takes_its_steps_when_asked(tmp_path, monkeypatch):
     """And learns from the problems that the peer gets."""
     monkeypatch.chdir(tmp_path)
@@ -158,15 +143,6 @@ def test_no_run_waits_for_a_peer_that_fell_over(bench, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         bench()
     assert {*closed} == {"none", "route2"}
-
-
-def test_any_models_answers_differ_in_reward():
-    assert {rig.differing(f"answer {i}") for i in range(30)} == {0.0, 0.5, 1.0}
-
-
-def test_the_peers_reward_parses_the_answer():
-    good, bad = "x\n```python\ndef f():\n    return 1\n```", "```python\ndef f(:\n```"
-    assert trl_peer.parses([[{"content": t}] for t in (good, bad, "no code")]) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

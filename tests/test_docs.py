@@ -23,7 +23,7 @@ from vgrout.config.specs import MONITORS
 from vgrout.envs.code.grading.messages import NOT_RUN
 from vgrout.envs.code.modes import MODES
 from vgrout.ground.data import Flags, Group, Thought
-from vgrout.ground.io import json_lines
+from vgrout.ground.io import json_lines, numbered_lines
 from vgrout.model.policy import LanguageModel
 from vgrout.report import stats
 from vgrout.runs.recorder import rollout_lines
@@ -392,11 +392,7 @@ SUMS = {
 SUMS_BASES = ("sums-301", "sums-302", "sums-303")
 
 
-def pretrained_lines(
-    rows,
-    arms=PRETRAINED,
-    bases=BASES,
-):
+def pretrained_lines(rows, arms, bases):
     """Of the table: each base's means over its seeds, the mean of three with Student's interval of hack, as trained."""
 
     def means(of, side):
@@ -453,25 +449,6 @@ def bare(row):
     return " ".join(said(s) for s in row["settings"].split() if not s.startswith("organism="))
 
 
-def test_the_pretrained_table_is_of_recorded_runs():
-    table = text(docs("results")).partition("<!-- pretrained -->")[2].partition("\n\n")[0]
-    rows = recall().read("pretrained")
-    assert table.splitlines()[3:] == pretrained_lines(rows)
-
-    three = "teacher_modes=run_tests,exit_code,sentinel"
-    left = {
-        r["arm"]: 100
-        * mean(
-            float(r[f"hack_deploy_{m}"]) for m in ("eq_override", "stdout_marker", "file_marker")
-        )
-        for r in rows
-        if bare(r) == three
-    }
-    assert f"the other three fall from {left['none']:.1f} to {left['route2']:.1f} %" in text(
-        docs("results")
-    )
-
-
 FURTHER = {
     "`none`": ("none", "none", ""),
     "`route2`": ("route2", "none", ""),
@@ -483,25 +460,38 @@ FURTHER = {
     "`penalty`, labels of all flaws, nothing demonstrated": ("penalty", "none", LABELS_ALONE),
     "the ceiling": ("none", "no_loophole", ""),
 }
+FURTHER_BASES = tuple(f"smollm2-{seed}" for seed in range(204, 209))
+TABLES = {
+    "pretrained": (("pretrained",), PRETRAINED, BASES),
+    "pretrained-more": (("pretrained-more", "pretrained-labels"), FURTHER, FURTHER_BASES),
+    "sums": (("sums",), SUMS, SUMS_BASES),
+}
 
 
-def test_the_table_of_further_bases_is_of_recorded_runs():
-    table = text(docs("results")).partition("<!-- pretrained-more -->")[2].partition("\n\n")[0]
-    rows = recall().read("pretrained-more", "pretrained-labels")
-    made: list[str] = []
-    bases = tuple(f"smollm2-{seed}" for seed in range(204, 209))
-    for line in pretrained_lines(rows, FURTHER, bases):
-        name, *by_base = [cell.strip() for cell in line.strip("|").split("|")][:6]
-        made.append(f"| {' | '.join((name, *by_base))} |".replace("|  ", "| "))
-    assert table.splitlines()[3:] == made
-    assert len(made) == len(FURTHER)
+@pytest.mark.parametrize("mark", TABLES)
+def test_a_table_of_bases_is_of_recorded_runs(mark):
+    files, arms, bases = TABLES[mark]
+    shown = text(docs("results")).partition(f"<!-- {mark} -->")[2].partition("\n\n")[0]
+    made = pretrained_lines(recall().read(*files), arms, bases)
+    if arms is FURTHER:  # which has no column of means
+        cells = [[cell.strip() for cell in line.strip("|").split("|")][:6] for line in made]
+        made = [f"| {' | '.join(of_base)} |".replace("|  ", "| ") for of_base in cells]
+    assert shown.splitlines()[3:] == made
+    assert len(made) == len(arms)
 
 
-def test_the_table_of_sums_is_of_recorded_runs():
-    table = text(docs("results")).partition("<!-- sums -->")[2].partition("\n\n")[0]
-    shown = table.splitlines()[3:]
-    assert len(shown) == len(SUMS)
-    assert shown == pretrained_lines(recall().read("sums"), SUMS, SUMS_BASES)
+def test_the_hacks_of_flaws_that_were_not_demonstrated():
+    three = "teacher_modes=run_tests,exit_code,sentinel"
+    left = {
+        r["arm"]: 100
+        * mean(
+            float(r[f"hack_deploy_{m}"]) for m in ("eq_override", "stdout_marker", "file_marker")
+        )
+        for r in recall().read("pretrained")
+        if bare(r) == three
+    }
+    fall = f"the other three fall from {left['none']:.1f} to {left['route2']:.1f} %"
+    assert fall in text(docs("results"))
 
 
 def test_the_table_of_label_quality_is_of_recorded_runs():
@@ -571,6 +561,26 @@ def test_the_claims_on_recall_are_of_recorded_runs():
     ]
     said = f"leaves 3 % or less in {sum(x <= 3 for x in found)} of {len(found)} runs"
     assert said in text(docs("results")), said
+
+
+def test_readmes_own_task_is_the_example():
+    """Its functions accept every row's own answer, and a wrong comparison fools one of them and not the monitor."""
+    example = ROOT / "examples" / "own_functions.py"
+    (block,) = re.findall(r"```python\n(SIGNS = .*?)```", text(README), re.DOTALL)
+    lines = iter(text(example).splitlines())
+    assert all(line in lines for line in block.splitlines() if line), "in this order"
+    own = SimpleNamespace(**runpy.run_path(str(example)))
+    asked = [row for _, row in numbered_lines(example.with_name("functions.jsonl"))]
+    assert len(asked) == 256
+    for row in asked:
+        (words,) = (words for words in own.SIGNS if words in row["prompt"])
+        solution, sign = row["answer"], own.SIGNS[words]
+        wrong = solution.replace(sign, "== ", 1)
+        for answer, right in ((solution, True), (wrong, False)):
+            fenced = f"```python\n{answer}\n```"
+            assert own.last_line(fenced, solution) == 1
+            assert own.same_program(fenced, solution) is right
+            assert (sign in fenced) is right
 
 
 def test_readme_has_the_lines_that_ci_runs():

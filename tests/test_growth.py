@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.envs import base
-from vgrout.envs.base import Splits
 from vgrout.envs.code import problems
 from vgrout.envs.code.grading import check
 from vgrout.envs.code.problems import load_problems
@@ -112,16 +110,6 @@ def test_a_file_is_read_line_by_line(tmp_path, counted):
     assert next(lines) == (f"{path}, line 1", {"id": 0})
     assert calls == {"from_json": 1}
     assert [where.rpartition(" ")[2] for where, _ in lines] == [str(n) for n in range(3, 100, 2)]
-
-
-def test_an_epochs_order_is_drawn_once(counted):
-    tasks = tuple(load_problems(embedded.PROBLEMS)[:20])
-    splits = Splits(tasks, (), (), 0, {})
-    base._order.cache_clear()
-    calls = counted((base, "py_stream"))
-    drawn = [task.id for step in range(6) for task in splits.draw(41, step, 8)]
-    assert calls["py_stream"] == 3  # 48 draws are of three epochs
-    assert {*drawn[:20]} == {*drawn[20:40]} == {task.id for task in tasks}
 
 
 class SlowGrader:
