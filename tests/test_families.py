@@ -31,6 +31,8 @@ from vgrout.loop.grpo import policy_gradients
 from vgrout.loop.optim import Optimizer
 from vgrout.model.load.load import as_language_model, attention, load_language_model, load_policy
 from vgrout.model.load.source import model_folder, require_fitting, window_of
+from vgrout.model.logprobs import completion_logprobs, pieces_of
+from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.sampling.sampler import sample
 from vgrout.runs.plan import adapter_lines
 
@@ -122,8 +124,9 @@ def test_prompts_and_endings_follow_the_template(family, policy):
     assert policy.decode(policy.encode_completion("ab")) == "ab"
 
 
-# Beside keys and values: convolutions, recurrences, gates in q_proj, latent keys. None: cannot be
-# branched.
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Beside keys and values: convolutions, recurrences, gates in q_proj, latent keys, heads of two
+# sizes. Blocks that flatten rows and tokens: shared experts. None: cannot be branched.
 MIXERS: dict[str, dict[str, Any] | None] = {
     "Mamba": None,
     "Lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
@@ -133,19 +136,28 @@ MIXERS: dict[str, dict[str, Any] | None] = {
         **LINEAR,
     },
     "DeepseekV3": {"first_k_dense_replace": 2, **LATENT},
+    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS},
+    "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "Afmoe": {"num_experts": 4, "num_shared_experts": 1, **EXPERTS},
+    "Gemma4": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": 97,
+        "hidden_size_per_layer_input": 16,
+    },
 }
 
 
-@pytest.mark.parametrize("kind", first_quick(MIXERS, 2))
-def test_every_kind_of_cache_is_branched_or_refused(kind):
-    """Samples and trainer agree with a forward of each row by itself."""
+@pytest.mark.parametrize("kind", [*first_quick([*MIXERS][:4], 2), *[*MIXERS][4:]])
+def test_every_kind_of_block_is_right_or_refused(kind):
+    """Samples, trainer and gradients agree with a forward of each row by itself."""
     own = MIXERS[kind] if MIXERS[kind] is not None else {"hidden_size": 64, "num_hidden_layers": 2}
     given = (
         tiny.SHAPE
         if MIXERS[kind] is not None
         else {"vocab_size": 97, "max_position_embeddings": 256}
     )
-    config = getattr(transformers, f"{kind}{'Text' * (kind == 'Qwen3_5')}Config")(
+    config = getattr(transformers, f"{kind}{'Text' * (kind in ('Qwen3_5', 'Gemma4'))}Config")(
         **given | own, eos_token_id=1
     )
     torch.manual_seed(0)
@@ -165,13 +177,38 @@ def test_every_kind_of_cache_is_branched_or_refused(kind):
         completions = [a.ids for a in of_prompt]
         with torch.no_grad():
             trained = policy.logprobs([prompt] * 4, completions)[0]
-        for a, row in zip(of_prompt, trained, strict=True):
-            logp = policy.model(torch.tensor([[*prompt, *a.ids]]), use_cache=False).logits[
-                0, len(prompt) - 1 : -1
-            ]
-            alone = logp.log_softmax(-1).gather(1, torch.tensor(a.ids)[:, None])[:, 0].tolist()
-            assert alone == pytest.approx(a.logp, abs=1e-4)
-            assert alone == pytest.approx(row[: len(a.ids)].tolist(), abs=1e-4)
+        of_rows = row_gradients(policy, prompt, completions)
+        for a, row, got in zip(of_prompt, trained, of_rows, strict=True):
+            logp, want = by_autograd(policy, prompt, a.ids)
+            assert logp == pytest.approx(a.logp, abs=1e-4)
+            assert logp == pytest.approx(row[: len(a.ids)].tolist(), abs=1e-4)
+            assert tiny.relative(got, want) < 1e-3
+
+
+def row_gradients(policy, prompt, completions):
+    """∂ log-prob / ∂δS of each completion, as an update collects them."""
+    n = len(completions)
+    with per_rollout_grads(policy.adapter, n) as collected:
+        for part, batch in policy.batches([prompt] * n, completions, range(n)):
+            collected.announce(pieces_of(batch, part), batch.tokens)
+            (completion_logprobs(policy.model, batch) * batch.mask).sum().backward()
+    return collected.flat
+
+
+def by_autograd(policy, prompt, completion):
+    """A completion's log-probs and their gradient on δS, by the gradients of the weights: Uᵀ (∂L/∂W) Vhᵀ, diagonal."""
+    sites = policy.adapter.sites.values()
+    weights = [site.linear.weight.requires_grad_() for site in sites]
+    ids = torch.tensor([[*prompt, *completion]])
+    logits = policy.model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logp = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+    grads = torch.autograd.grad(logp.sum(), weights, materialize_grads=True, allow_unused=True)
+    for weight in weights:
+        weight.requires_grad_(False)
+    parts = []
+    for site, grad in zip(sites, grads, strict=True):
+        parts.append((site.U.T @ grad @ site.Vh.T).diagonal())
+    return logp.tolist(), torch.cat(parts)
 
 
 @pytest.mark.parametrize("named_by", ["tokenizer", "generation settings", "nothing"])

@@ -114,13 +114,13 @@ def test_gradient_checkpointing_gives_the_same_rows(reentrant):
     assert torch.equal(probed(adapter), plain)
 
 
-def test_flattened_rows_other_weights_and_models_without_a_target_are_refused():
+def test_other_tokens_other_weights_and_models_without_a_target_are_refused():
     adapter = adapted("qwen3", 0.05)
     linear = adapter.sites[adapter.names[0]].linear
     with per_rollout_grads(adapter, 3) as probe:
         probe.announce(pieces(range(3)), IDS.numel())
         with pytest.raises(AssertionError, match="q_proj"):
-            linear(torch.randn(3 * 6, 64))
+            linear(torch.randn(3 * 6 - 1, 64))
         loss = row_losses(adapter.model, IDS).sum()
         with adapter.deployed(), pytest.raises(AssertionError, match="backward under"):
             loss.backward()

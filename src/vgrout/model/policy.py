@@ -56,6 +56,7 @@ class LanguageModel:
     marks: Marks  # of its thoughts
     packs: bool  # packed rows (`model/layout.py`) were checked against this model and agree
     budget: Budget  # how much is processed at once
+    token_bytes: int  # of the keys and values of one token
     graphs: bool  # the lean decoder's step is made for CUDA graphs
 
     @property

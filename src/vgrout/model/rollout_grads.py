@@ -20,7 +20,7 @@ again=True)` returns a function by which the tokens are assigned to other rows b
 backward.
 
 Index letters: R = Σ r over the adapted modules, n rows of g (one a rollout, or one for
-several), N tokens of a batch, padding included, in B rows of s tokens: a packed one is a row.
+several), N tokens of a batch, padding included, row by row: a packed one is a row.
 """
 
 from collections.abc import Callable, Generator
@@ -162,9 +162,9 @@ class AssignedTokens:
     def add(
         self,
         site: AdaptedLinear,
-        x: Float[Tensor, "B s d_in"],
-        dy: Float[Tensor, "B s d_out"],
-    ) -> Float[Tensor, "B s r"] | None:
+        x: Float[Tensor, "*N d_in"],
+        dy: Float[Tensor, "*N d_out"],
+    ) -> Float[Tensor, "*N r"] | None:
         """Add one Linear's share; returns dy in U's basis where it was computed.
 
         The cheaper of two orders of the same product is taken. Tokens first, Vh x and Uᵀ dy, costs
@@ -173,13 +173,13 @@ class AssignedTokens:
         row has more than max(d_in, d_out) tokens. With `again` tokens come first whatever their
         number, since half of that is kept.
         """
-        rows = x.shape[:2]
-        x, dy = x.flatten(0, 1), dy.flatten(0, 1)
+        shape = x.shape[:-1]
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
         if self.again or len(x) <= len(self.slices) * max(site.W.shape):
             dy_U = dy @ site.U
             products = dy_U * self._input_in_basis(site, x)
             torch.mm(self.is_token_of, products, out=self._sums_of(site))
-            return dy_U.unflatten(0, rows)
+            return dy_U.unflatten(0, shape)
         into = self.gradients[:, site.span]
         for row, (first, *others) in self.slices.items():
             M = dy[first].mT @ x[first]
@@ -235,10 +235,7 @@ class _CollectingLinear(torch.autograd.Function):
         site: AdaptedLinear,
     ) -> Tensor:
         assigned = collected.assigned
-        assert x.ndim == 3, (
-            f"{site.name} sees {tuple(x.shape)}: per-rollout gradients need [rows, tokens, d_in]"
-        )
-        n = x.shape[0] * x.shape[1]
+        n = x.numel() // x.shape[-1]  # some blocks flatten rows and tokens
         assert n == assigned.n, f"{site.name} sees {n} tokens, {assigned.n} were announced"
         ctx.save_for_backward(x)
         ctx.collected, ctx.site = collected, site

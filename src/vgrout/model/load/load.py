@@ -38,7 +38,7 @@ from vgrout.model.load.source import (
     shapes_of,
     window_of,
 )
-from vgrout.model.load.trials import lean_fits, packs, require_branching
+from vgrout.model.load.trials import lean_fits, packs, require_branching, token_bytes
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.policy import (
     DTYPES,
@@ -380,6 +380,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         packs=packed,
         graphs=model.device.type == "cuda",
         budget=usual_budget(model.device),
+        token_bytes=token_bytes(model),
     )
     if not lm.render([USER]):
         raise Refused(f"{type(model).__name__}: its tokenizer makes no tokens of a prompt")

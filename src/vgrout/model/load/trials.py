@@ -20,7 +20,7 @@ from vgrout.model.layout import pack, packed_hidden
 from vgrout.model.load.source import LLAMAS
 from vgrout.model.logprobs import foreign
 from vgrout.model.prefixes import Ids, SharedPrefixes
-from vgrout.model.sampling.decoder import Decoder, HfDecoder, LeanDecoder
+from vgrout.model.sampling.decoder import Decoder, HfDecoder, LeanDecoder, past_of
 
 # (prompts, tokens of two further steps) → logits of a trial
 Trial = Callable[[Sequence[Ids], Tensor], Float[Tensor, "8 V"]]
@@ -156,6 +156,16 @@ def require_branching(model: PreTrainedModel) -> None:
         raise Refused(
             f"{type(model).__name__}: keeps a state that sampling cannot branch; not supported{why}"
         )
+
+
+@torch.no_grad()
+def token_bytes(model: PreTrainedModel) -> int:
+    """Bytes that the model's cache holds of the keys and values of one token."""
+    first, *_ = trial_tokens(model)
+    decoder = HfDecoder(model)
+    decoder.read([tuple(range(first, first + 8))])
+    held = sum(keys.nbytes + values.nbytes for keys, values in past_of(decoder.cache))
+    return held // 8
 
 
 def _agree(model: PreTrainedModel, got: Trial, want: Trial, fp32: float, bf16: float) -> bool:

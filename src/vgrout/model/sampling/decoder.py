@@ -193,7 +193,7 @@ class LeanDecoder:
         if self.small:
             hf = HfDecoder(self.model)
             logits = hf.prefill(prompts, room, max_new)
-            past = _past(hf.cache)
+            past = past_of(hf.cache)
         else:
             logits, past = self._read_in_parts(prompts)
         device = logits.device
@@ -248,7 +248,7 @@ class LeanDecoder:
             hf = HfDecoder(self.model)
             last = hf.read([prompts[i] for i in part])
             part_logits = masked(self.model, self.head(last))
-            part_past = _past(hf.cache)
+            part_past = past_of(hf.cache)
             if not past:
                 logits = part_logits.new_empty(len(prompts), part_logits.shape[-1])
                 _, K, _, D = part_past[0].keys.shape
@@ -346,7 +346,7 @@ class LeanDecoder:
         self.position[: len(slots)] = self.position[source]
 
 
-def _past(cache: DynamicCache) -> Past:
+def past_of(cache: DynamicCache) -> Past:
     """The keys and values in a transformers cache."""
     past: Past = []
     for layer in cache.layers:

@@ -20,6 +20,7 @@ from vgrout.ground.io import Diverged
 from vgrout.ground.tensor_types import at_least_fp32
 from vgrout.model.attention import uploaded
 from vgrout.model.load.memory import sampled_row
+from vgrout.model.logprobs import vocabulary
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling.decoder import PROMPT_TOKENS, Decoder
 
@@ -45,14 +46,13 @@ def rows_at_once(policy: LanguageModel, prompt: int, max_new: int, per_prompt: i
     """
     row_bytes = 0
     for part in policy.models:
-        config = part.model.config
-        layers = config.num_hidden_layers
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * layers * kv_heads * head_dim * part.model.dtype.itemsize
         row_bytes += sampled_row(
-            token_bytes, layers, config.vocab_size, prompt, max_new, per_prompt
+            part.token_bytes,
+            part.model.config.num_hidden_layers,
+            vocabulary(part.model),
+            prompt,
+            max_new,
+            per_prompt,
         )
     fit = max(1, policy.budget.kv // row_bytes)
     if all(part.lean for part in policy.models):
