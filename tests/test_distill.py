@@ -293,9 +293,6 @@ def test_mixture_log_probs(ratio):
         )
 
 
-# ── refusals; those that show without a model are in test_refused.py
-
-
 def test_what_shows_in_the_models_is_refused():
     with pytest.raises(ValueError, match="gradient is zero"):
         MiniLlm(task(), tiny.policy("qwen3", 0), tiny.policy("qwen3", 0))
@@ -312,11 +309,6 @@ def test_plan_only(here, adapter, capsys):
     assert plan["settings"]["optimiser"]["lr"] == 3e-2  # of δS in a miniature
     assert plan["settings"]["method"] == "minillm"
     assert not list((here / "out" / "distill").glob("*_*"))
-
-
-@pytest.mark.parametrize("flag", ["--uld-strategy wasserstein", "--uld_ce_weight=1.0"])
-def test_a_methods_flag_chooses_it_at_its_default_too(flag):
-    assert DistillSettings(teacher="t").typed(flag.split()).method == "uld"
 
 
 # ── runs
@@ -427,4 +419,4 @@ def test_kill_and_resume(here, adapter):
     assert main(["--resume", str(path)]) == 2  # nothing is left to do
     learnt = str(path / "train")
     assert main(["--teacher", learnt, "--student", "organism", "--plan-only"]) == 0
-    assert main(["--teacher", learnt, "--student", learnt, "--plan-only"]) == 2  # not itself
+    assert main(["--teacher", learnt, "--student", learnt]) == 2  # not itself

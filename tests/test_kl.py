@@ -214,7 +214,7 @@ def test_each_evaluation_has_a_file_of_its_own():
     def file(problems="p.jsonl", seed=5, graded_by="flaws", **flags):
         cli = evaluate.EvaluateSettings(run=Path("run"), **flags)
         hashes = {"problems": problems, "reference": graded_by}
-        return evaluate._own_file(cli, saved, Path(problems), seed, hashes)
+        return evaluate.own_file(cli, saved, Path(problems), seed, hashes)
 
     others = [
         {"problems": "other.jsonl"},

@@ -137,11 +137,6 @@ def folder(tmp_path, monkeypatch):
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     (tmp_path / "hidden" / "pool" / ".env").write_text("precious")
-    shutil.copytree(DATA_DIR / "model", tmp_path / "other")
-    tokens = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
-    words = tokens["model"]["vocab"]
-    words["a"], words["b"] = words["b"], words["a"]
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokens))
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "manifest.json").write_text('{"name": "a web application"}')
     monkeypatch.chdir(tmp_path)
@@ -195,19 +190,16 @@ REFUSED = {
     # nothing of which no gradient or no preference would come
     "distill": "--teacher: whose answers? Give a model, or a run directory",
     "distill --teacher dir": "--teacher dir: a folder without config.json",
-    "distill --teacher organism": "--teacher organism: has the student's own weights, so the gradient is zero; give",
-    "distill --teacher other": "--teacher other: has another tokenizer than --student organism, or logits for other",
     "distill --resume latest": "--resume latest: no unfinished run with a checkpoint below out/distill",
     "distill --resume dir": "dir/run.json: not there; is dir a run directory?",
-    f"{DISTILL} {ANCHOR}-weight 1": f"{ANCHOR}-path: the weight needs a text file",
-    f"{DISTILL} {ANCHOR}-path x.txt": f"{ANCHOR}-path: not read without {ANCHOR}-weight; leave it out",
+    f"{DISTILL} {ANCHOR}-weight 1": f"{ANCHOR}-weight, {ANCHOR}-path: the one is not read",
+    f"{DISTILL} {ANCHOR}-path x.txt": f"{ANCHOR}-weight, {ANCHOR}-path: the one is not read without",
     f"{DISTILL} {ANCHOR}-weight 1 {ANCHOR}-path x.txt": "x.txt: cannot be read (No such file",
     f"{DISTILL} {ANCHOR}-weight 1 {ANCHOR}-path empty.jsonl": f"{ANCHOR}-path empty.jsonl: no text",
-    f"{ULD} {MIX} .5": f"{MIX}: not read by --method uld; leave it out",
+    f"{ULD} {MIX} .5": f"{MIX}: not read by --method uld; leave it out, or give",
     f"{DISTILL} --method minillm --uld-strategy wasserstein": "--uld-strategy: not read by --method minillm; leave it",
-    f"{DISTILL} --uld-lambda=1.5 {MIX}=0.3": "--uld-lambda: not read by --method minillm; leave it out",
-    f"{ULD} --uld-strategy topk_align": "--uld-strategy topk_align with --uld-top-k None: topk_align needs --uld-top-k",
-    f"{ULD} --uld-top-k 5": "--uld-strategy wasserstein with --uld-top-k 5: topk_align needs --uld-top-k, no other",
+    f"{ULD} --uld-strategy topk_align": "--uld-strategy topk_align, --uld-top-k: the one is not read without the ot",
+    f"{ULD} --uld-top-k 5": "--uld-strategy topk_align, --uld-top-k: the one is not read without the other; give",
     f"{ULD} --uld-strategy topk_align --uld-top-k 262145": "--uld-top-k 262145: should lie in [1, 262144]",
     f"{ULD} --uld-lambda 0 --uld-ce-weight 0": "--uld-lambda 0 with --uld-ce-weight 0: the gradient is zero; raise",
     f"{DISTILL} --problems x.jsonl": "x.jsonl: no such problem file; `vgrout download data` fetches the benchmark's",
@@ -230,7 +222,6 @@ REFUSED = {
     "train mini --cos-pre-split-every=2": "--cos-pre-split-every: not here; ",
     "distill --minillm-enabled": "--minillm-enabled: not here; say --method minillm",
     # the remedy fits what is missing
-    "train mini --organism out/warm --intervention none": "--organism out/warm/manifest.json: not there; `just warm",
     "train mini --organism out/mine --intervention none": "--organism out/mine/manifest.json: not there; `vgrout or",
     "train full --problems openai/gsm8k": "openai/gsm8k: no such problem file; if it is a data set of the hub, `vg",
     "train full --problems data/mine.jsonl": "data/mine.jsonl: no such problem file; `vgrout download data` fetches",

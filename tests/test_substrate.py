@@ -325,7 +325,7 @@ def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path):
     settings = SubstrateSettings(
         problems=str(tmp_path / "p.jsonl"), n_problems=5, modes="sentinel,exit_code"
     )
-    environment = settings.environment(env_mode="own")
+    environment = settings.environment()
     parts = cells(settings, environment)
     assert list(parts) == ["exit_code", "sentinel"]
     ids = [{p.id for p in problems} for problems in parts.values()]
@@ -342,7 +342,7 @@ def test_a_flaw_that_is_named_and_not_in_the_file_is_refused(tmp_path):
     file, lines = tmp_path / "p.jsonl", embedded.PROBLEMS.read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if '"exit_code"' not in line))
     asked = SubstrateSettings(problems=str(file), modes="sentinel,exit_code")
-    environment = asked.environment(env_mode="own")
+    environment = asked.environment()
     with pytest.raises(
         ValueError, match="--modes exit_code: no training problem of these flaws in"
     ):

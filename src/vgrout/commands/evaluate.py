@@ -7,10 +7,11 @@ evaluation. The prompt of `sample` is a text, or a problem of the run: its numbe
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from loguru import logger
@@ -24,7 +25,7 @@ from vgrout.config.settings import EnvConfig, ScaleConfig
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
 from vgrout.ground import console
-from vgrout.ground.data import Completion, Message, Side, Task, Ungraded, Verdict
+from vgrout.ground.data import Message, Side, Task, Ungraded, Verdict
 from vgrout.ground.io import (
     Refused,
     none_fits,
@@ -42,9 +43,6 @@ from vgrout.model.load.saved import Saved, find_adapter
 from vgrout.model.load.source import require_fitting
 from vgrout.runs.inputs import hash_of_class
 from vgrout.teacher.pools import load_pool
-
-if TYPE_CHECKING:
-    from vgrout.model.policy import Policy
 
 SCHEMA = "evaluation_v1"
 ProblemSplit = Literal["test", "val", "train", "all"]
@@ -191,15 +189,6 @@ def tasks_of(environment: Environment, saved: Saved) -> dict[ProblemSplit, Seque
     }
 
 
-def hashes_of(environment: Environment, cfg: Config) -> dict[str, str | None]:
-    """Of what the tasks and grades depend on, by the names that run.json has for them."""
-    hashes = dict(environment.hashes())
-    name = cfg.env.environment
-    if ":" in name:
-        hashes[name] = hash_of_class(name)
-    return hashes
-
-
 # ── vgrout evaluate
 
 
@@ -221,13 +210,16 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         raise Refused(
             f"--split {cli.split}: none of {len(environment.prompts)} problems of {file} is in it; try all"
         )
-    hashes = hashes_of(environment, world)
+    # of what the tasks and grades depend on, by the names that run.json has for them
+    hashes = dict(environment.hashes())
+    if ":" in world.env.environment:
+        hashes[world.env.environment] = hash_of_class(world.env.environment)
     if not cli.reference:
         _say_what_changed(hashes, saved, other_problems=cli.problems is not None)
     require_fitting(environment.prompts, saved.folder, cfg.scale.max_new, str(file))
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
-    out = cli.out or _own_file(cli, saved, file, cfg.run.seed, hashes)
+    out = cli.out or own_file(cli, saved, file, cfg.run.seed, hashes)
     probe_writable(out.parent, "--out")
     with environment.grader(cli.workers or cores(), cfg.run.max_error_retries) as grader:
         if not world.of_code:
@@ -253,7 +245,10 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     )
     print(table(sides))
     if cfg.env.thinking:
-        print(thoughts_line(sides))
+        lengths: list[str] = []
+        for side, scored in sides.items():
+            lengths.append(f"{side} {scored.thought:.0f} ({scored.finished.percent} % ended)")
+        print(f"tokens of thought, mean per answer: {' · '.join(lengths)}")
     content = {
         "schema": SCHEMA,
         "run": cfg.run_id,
@@ -265,32 +260,20 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         **({"graded_by": grader.stamp["graded_by"]} if cli.reference else {}),
         "sides": {side: scored.as_json() for side, scored in sides.items()},
     }
-    _write(out, to_json(content))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, to_json(content))
     print(f"-> {out}")
     return out
 
 
-def _write(out: Path, text: str) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, text)
-    except OSError as e:  # a disk that was filled meanwhile
-        raise Refused(
-            f"--out {out}: cannot be written ({e.strerror}); name another file with --out"
-        ) from None
-
-
-def _own_file(
+def own_file(
     cli: EvaluateSettings, saved: Saved, problems: Path, seed: int, hashes: Mapping[str, str | None]
 ) -> Path:
     """Where the numbers go without --out: another file's, split's, size's or function's keep theirs."""
-    graded_by = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:8]
-    name = f"{saved.path.stem}_{problems.stem}-{graded_by}_{cli.split}_seed{seed}"
-    if cli.n_prompts:
-        name += f"_{cli.n_prompts}problems"
-    if cli.samples:
-        name += f"_{cli.samples}answers"
-    return saved.path.parent / "evaluations" / f"{name}.json"
+    asked = [hashes, cli.n_prompts, cli.samples]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+    name = f"{saved.path.stem}_{problems.stem}_{cli.split}_seed{seed}-{digest}.json"
+    return saved.path.parent / "evaluations" / name
 
 
 def _say_what_changed(
@@ -325,14 +308,6 @@ def table(sides: dict[str, Eval]) -> str:
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
-def thoughts_line(sides: dict[str, Eval]) -> str:
-    """How long every side's thoughts are, and how many of its answers ended."""
-    of_sides: list[str] = []
-    for side, scored in sides.items():
-        of_sides.append(f"{side} {scored.thought:.0f} ({scored.finished.percent} % ended)")
-    return f"tokens of thought, mean per answer: {' · '.join(of_sides)}"
-
-
 # ── vgrout sample
 
 
@@ -357,15 +332,14 @@ def sample_saved(cli: SampleSettings) -> None:
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
     prompt = cli.prompt.strip()
-    if cfg.env.code and not cli.trust_code and not prompt.isdecimal():
-        _print_answers(saved, cfg, Asked(({"role": "user", "content": prompt},)), cli.samples, None)
-        return
-    environment = environment_of(cfg, saved, cli.trust_code)
-    asked = find_prompt(environment, saved, prompt)
-    if asked.problem is None:
-        _print_answers(saved, cfg, asked, cli.samples, None)
-        return
-    with environment.grader(1, cfg.run.max_error_retries) as grader:
+    asked = Asked(({"role": "user", "content": prompt},))
+    grading: AbstractContextManager[Grader | None] = nullcontext()
+    if cli.trust_code or not cfg.env.code or prompt.isdecimal():
+        environment = environment_of(cfg, saved, cli.trust_code)
+        asked = find_prompt(environment, saved, prompt)
+        if asked.problem is not None:
+            grading = environment.grader(1, cfg.run.max_error_retries)
+    with grading as grader:
         _print_answers(saved, cfg, asked, cli.samples, grader)
 
 
@@ -410,7 +384,20 @@ def _print_answers(
     if asked.problem is not None:
         print(f"problem {asked.problem.id} ({asked.split}), flaw {asked.problem.flaws[0]}")
     print(f"\n{printable(_as_text(asked.messages))}")
-    sides, why = sides_of(saved, policy)
+    sides: list[Side] = ["base", "deployed"]
+    why = ""
+    if saved.cfg.method.routes:
+        # a saved adapter is the deployed model; its quarantine is in the run's last checkpoint
+        from vgrout.runs import checkpoint  # imports torch
+
+        point = next(checkpoint.newest_first(saved.path.parent, []), None)
+        if point is None:
+            why = "as trained: its quarantine is in a checkpoint, which this run has not kept"
+        elif point.next_step != saved.step:
+            why = f"as trained: the checkpoint is of step {point.next_step}"
+        else:
+            policy.adapter.load_state_dict(point.state["adapter"])
+            sides.insert(1, "trained")
     for side in sides:
         title = SIDES[side].title
         if side == "deployed" and not cfg.method.routes:
@@ -420,43 +407,18 @@ def _print_answers(
         )
         for number, (answer, verdict) in enumerate(given, 1):
             name = f"{title}, {number} of {samples}" if samples > 1 else title
-            print(f"\n── {name}{_said(verdict)}{_how_it_ended(answer)}")
+            length = "" if answer.whole else ", cut at its longest"
+            if answer.thought.tokens:
+                length += f", {answer.thought.tokens} tokens of thought"
+            if not answer.thought.ended:
+                length += ", which never end: no answer"
+            print(f"\n── {name}{_said(verdict)}{length}")
             if answer.thought.text:
                 thought = printable(answer.thought.text).rstrip()
                 print(indent(thought, "│ ", lambda _: True))
             print(printable(answer.answer).rstrip())
     if why:
         print(f"\n{why}")
-
-
-def sides_of(saved: Saved, policy: "Policy") -> tuple[tuple[Side, ...], str]:
-    """Make the models of a run ready to be asked. Returns them, and why one of them is not there.
-
-    A saved adapter is the deployed model. Its quarantine is in the run's last checkpoint.
-    """
-    from vgrout.runs import checkpoint  # imports torch
-
-    if not saved.cfg.method.routes:
-        return ("base", "deployed"), ""
-    point = next(checkpoint.newest_first(saved.path.parent, []), None)
-    if point is None:
-        why = "as trained: its quarantine is in a checkpoint, which this run has not kept"
-        return ("base", "deployed"), why
-    if point.next_step != saved.step:
-        why = f"as trained: the checkpoint is of step {point.next_step}"
-        return ("base", "deployed"), why
-    policy.adapter.load_state_dict(point.state["adapter"])
-    return ("base", "trained", "deployed"), ""
-
-
-def _how_it_ended(answer: Completion) -> str:
-    """What is worth saying of an answer's length, and of its thought's; "": nothing."""
-    said = "" if answer.whole else ", cut at its longest"
-    if answer.thought.tokens:
-        said += f", {answer.thought.tokens} tokens of thought"
-    if not answer.thought.ended:
-        said += ", which never end: no answer"
-    return said
 
 
 def _said(verdict: Verdict | None) -> str:

@@ -62,18 +62,10 @@ class Files:
 def _faults(root: Path) -> list[str]:
     manifest = root / "manifest.json"
     if not manifest.is_file():
-        how = "`vgrout organism build --out FOLDER --seed N` makes an organism"
-        if root == SMALL_DIR:
-            how = "`vgrout download smollm2` and `vgrout organism tune` make it"
-        elif root == SUMS_DIR:
-            how = "`vgrout download smollm2` and `vgrout organism sums` make it"
-        # as the documents and studies/prepare.sh call them
-        elif root.name.startswith("sums"):
-            how = f"`vgrout organism sums --out {root} --seed N` makes one"
-        elif root.name.startswith("smollm2"):
-            how = f"`vgrout organism tune --out {root} --seed N` makes one"
-        elif root.name.startswith("warm"):
-            how = f"`just warm 40 {root}` makes it"
+        how = "`vgrout organism` makes an organism: build, tune or sums --out FOLDER --seed N"
+        if root in (SMALL_DIR, SUMS_DIR):
+            make = "tune" if root == SMALL_DIR else "sums"
+            how = f"`vgrout download smollm2` and `vgrout organism {make}` make it"
         return [f"{manifest}: not there; {how}"]
     expected: dict[str, str] = {}
     try:

@@ -13,7 +13,7 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.envs.base import without_hint
-from vgrout.ground.data import GradedAnswer, Task, Ungraded
+from vgrout.ground.data import Task, Ungraded
 from vgrout.ground.io import Diverged, Json, NothingAligned, read_json, to_json
 from vgrout.ground.metrics import Eval, Rate
 from vgrout.ground.rng import torch_stream
@@ -110,8 +110,13 @@ class Distillation:
         self.cfg = cfg
         logger.debug(f"{to_json(task.plan())}\n{run.grader.description}")
 
-        self.student, self.teacher_model = load_models(task)
-        assert settings.method
+        device, dtype = device_and_dtype(cfg)
+        student = load_source(task.student, "--student", device, dtype, adapter=not settings.full)
+        teacher_model = load_source(task.teacher_model, "--teacher", device, dtype)
+        # that holds while both are in memory
+        budget = budget_of(cfg, student, beside=task.teacher_model.numbers, full=settings.full)
+        self.student = replace(student, budget=budget)
+        self.teacher_model = replace(teacher_model, budget=budget)
         self.method = METHODS[settings.method](task, self.student, self.teacher_model)
         self.problems = task.inputs.splits(cfg, self.student, self.teacher_model)
         self.test = self.problems.balanced("test", cfg.eval.final_n_prompts)
@@ -219,10 +224,6 @@ class Distillation:
             skipped=int(update is None),
             **measured,
         )
-        self.record(row, self.lines_of(sampled, step))
-
-    def lines_of(self, sampled: Sequence[GradedAnswer], step: int) -> list[dict[str, object]]:
-        """A step's lines of rollouts.jsonl: the answers that were graded."""
         lines: list[dict[str, object]] = []
         for answer in sampled:
             if isinstance(answer.grade, Ungraded):
@@ -232,7 +233,7 @@ class Distillation:
             prompt = self.student.prompt_text(answer.problem.messages)
             record = rollout_record(answer.problem, answer.completion, answer.grade, prompt)
             lines.append({"step": step, **record})
-        return lines
+        self.record(row, lines)
 
     # ── files
 
@@ -298,13 +299,3 @@ class Distillation:
             rows.append(row)
         table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
         self.recorder.finish(line, table, record)
-
-
-def load_models(task: DistillTask) -> tuple[LanguageModel, LanguageModel]:
-    """Load student and teacher model, with the token budget that holds while both are in memory."""
-    full = task.settings.full
-    device, dtype = device_and_dtype(task.cfg)
-    student = load_source(task.student, "--student", device, dtype, adapter=not full)
-    teacher_model = load_source(task.teacher_model, "--teacher", device, dtype)
-    budget = budget_of(task.cfg, student, beside=task.teacher_model.numbers, full=full)
-    return replace(student, budget=budget), replace(teacher_model, budget=budget)

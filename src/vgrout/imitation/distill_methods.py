@@ -21,7 +21,7 @@ from vgrout.ground.io import NothingAligned, Refused
 from vgrout.ground.rng import py_stream
 from vgrout.ground.tensor_types import at_least_fp32
 from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserstein
-from vgrout.imitation.tasks import DistillTask, not_token_by_token, zero_gradient
+from vgrout.imitation.tasks import DistillTask
 from vgrout.imitation.token_alignment import aligned, nearest_tokens, token_bytes
 from vgrout.imitation.trainable import Trainable
 from vgrout.model.layout import Packed
@@ -182,10 +182,17 @@ class MiniLlm(Method):
         """
         super().__init__(task, student, teacher_model)
         self.weight = self.settings.minillm_pretrain_anchor_weight
+        given = f"--teacher {self.settings.teacher}"
         if not self.same_tokens:
-            raise not_token_by_token(self.settings)
+            raise Refused(
+                f"{given}: has another tokenizer than --student {self.settings.student}, or logits "
+                "for other tokens of it; MiniLLM compares them token by token: choose --method uld"
+            )
         if not self.weight and same_weights(student, teacher_model):
-            raise zero_gradient(self.settings)
+            raise Refused(
+                f"{given}: has the student's own weights, so the gradient is zero; "
+                "give another teacher or student"
+            )
         self.behaviour = mixed_model(
             student, teacher_model, self.settings.minillm_teacher_mix_ratio
         )

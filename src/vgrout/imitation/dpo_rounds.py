@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 from loguru import logger
@@ -149,7 +148,8 @@ class Rounds:
         self.task = task
         self.plan = plan
         self.run = run
-        self.guard = HeldOutGuard(task.settings.watching())
+        # counts rounds; round 0, before any training, is its baseline
+        self.guard = HeldOutGuard(min_steps=0, decline_patience=2)
         self.recorder = StepRecorder(run, DpoRow, {"guard": self.guard})
         self.recorder.open({"hashes": model_hashes(base=policy), **run.stamp}, set())
 
@@ -167,7 +167,10 @@ class Rounds:
         """
         before = self.run.path / "before.json"
         if number:
-            file = self.fresh_folder(number) / "metrics.json"
+            folder = self.run.path / folder_name(number)
+            shutil.rmtree(folder, ignore_errors=True)  # what is left of one that was interrupted
+            (folder / "adapter").mkdir(parents=True)
+            file = folder / "metrics.json"
             scale = read_json(before)["scale"]
             columns = self.learn_from_answers(number, scale)
         else:
@@ -266,13 +269,6 @@ class Rounds:
             "solve_pref": Rate.of(pair.prefers("solved") for pair in pairs),
             **learnt,
         }
-
-    def fresh_folder(self, number: int) -> Path:
-        """A new folder for a round, in place of what is left of one that was interrupted."""
-        folder = self.run.path / folder_name(number)
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / "adapter").mkdir(parents=True)
-        return folder
 
     def load(self, what: str) -> None:
         """Load the adapter that the plan names: "base", or a round's."""

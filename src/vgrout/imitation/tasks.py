@@ -6,15 +6,14 @@ The settings give a configuration of the trainer's, which checks most of them. N
 import importlib.util
 import json
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from vgrout.config.checks import Dtype, Group, check, setting
+from vgrout.config.checks import Dtype, Group, changed, check, refuse_unread, setting
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config, merge_flags
 from vgrout.config.settings import (
@@ -26,7 +25,6 @@ from vgrout.config.settings import (
     RunConfig,
     Sampling,
     ScaleConfig,
-    blind,
 )
 from vgrout.config.world_names import ORGANISM, EnvMode
 from vgrout.ground import embedded
@@ -167,9 +165,6 @@ def whole_inputs(cfg: Config, run: Path | None) -> Inputs:
 
 # ── distillation
 
-MethodName = Literal["minillm", "uld"]
-METHOD_NAMES: tuple[MethodName, ...] = get_args(MethodName)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DistillSettings(ImitationSettings):
@@ -180,10 +175,10 @@ class DistillSettings(ImitationSettings):
     or an adapter: a run directory or its .safetensors."""
     student: str = "organism"
     """Like --teacher; training starts from it."""
-    method: MethodName | None = None
+    method: Literal["minillm", "uld"] = "minillm"
     """minillm: reverse KL on the student's own samples, one tokenizer (arXiv 2306.08543) · uld:
     cross-entropy on the teacher's answers + λ · distance of the distributions, any tokenizers
-    (arXiv 2402.12030); none: the one whose flags are given, else minillm."""
+    (arXiv 2402.12030)."""
     full: bool = False
     """Train all weights, not the adapter δS."""
     problems: str = ""
@@ -201,11 +196,11 @@ class DistillSettings(ImitationSettings):
     """ρ: answers are sampled from ρ · teacher + (1 − ρ) · student; 0: from the student alone."""
     minillm_pretrain_anchor_weight: float = setting(0.0, low=0, below=math.inf)
     """Weight of the language-model loss on a text file; 0: none."""
-    minillm_pretrain_anchor_path: str = setting("", needs="minillm_pretrain_anchor_weight")
+    minillm_pretrain_anchor_path: str = ""
     """The text file."""
-    uld_strategy: Literal["wasserstein", "topk_align"] = "wasserstein"
-    """wasserstein: L1 distance of the two sorted probability vectors
-    · topk_align: of tokens matched by their text, all others together as one."""
+    uld_strategy: Literal["wasserstein", "topk_align"] | None = None
+    """wasserstein: L1 distance of the two sorted probability vectors · topk_align: of tokens
+    matched by their text, all others together as one; none: wasserstein."""
     uld_top_k: int | None = setting(None, low=1, high=MAX_VOCABULARY)
     """topk_align: how many of the teacher's likeliest tokens are matched."""
     uld_lambda: float = setting(1.5, low=0, below=math.inf)
@@ -233,13 +228,18 @@ class DistillSettings(ImitationSettings):
 
     def __post_init__(self) -> None:
         check(self)
+        if self.resume:  # with the settings that the run has
+            return
+        others = "uld_" if self.method == "minillm" else "minillm_"
+        unread = [name for name, _ in changed(self) if name.startswith(others)]
+        refuse_unread(unread, f"by --method {self.method}; leave it out, or give another --method")
         refuse(
             self.full and self.dtype == "bf16",
             "--dtype bf16 with --full: a step on a weight is below bf16's rounding; leave one of "
             "them out",
         )
         refuse(
-            not self.teacher and not self.resume,
+            not self.teacher,
             "--teacher: whose answers? Give a model, or a run directory",
         )
         refuse(
@@ -248,39 +248,19 @@ class DistillSettings(ImitationSettings):
         )
         refuse(
             (self.uld_strategy == "topk_align") != (self.uld_top_k is not None),
-            f"--uld-strategy {self.uld_strategy} with --uld-top-k {self.uld_top_k}: "
-            "topk_align needs --uld-top-k, no other reads it",
+            "--uld-strategy topk_align, --uld-top-k: the one is not read without the other; "
+            "give both, or neither",
         )
-
-    def typed(self, argv: Sequence[str]) -> "DistillSettings":
-        """These settings with the method that the command line means.
-
-        Without --method it is the one whose flags the command line has, at whatever value; a
-        resumed run keeps its own.
-
-        Raises:
-            Refused: a flag of the other method.
-        """
-        words = [word.partition("=")[0] for word in argv]
-        flags_of: dict[MethodName, list[str]] = {}
-        for name in METHOD_NAMES:
-            own_flag = re.compile(rf"--(no[-_])?{name}[-_]")
-            flags_of[name] = [word for word in words if own_flag.match(word)]
-        with_flags = [name for name in METHOD_NAMES if flags_of[name]]
-        method = self.method
-        if method is None and with_flags:
-            method = with_flags[0]
-        elif method is None and not self.resume:
-            method = "minillm"
-        for name in with_flags:
-            unread = ", ".join(flags_of[name])
-            refuse(name != method, f"{unread}: not read by --method {method}; leave it out")
-        return replace(self, method=method)
+        refuse(
+            bool(self.minillm_pretrain_anchor_weight) != bool(self.minillm_pretrain_anchor_path),
+            "--minillm-pretrain-anchor-weight, --minillm-pretrain-anchor-path: the one is not read "
+            "without the other; give both, or neither",
+        )
 
     @property
     def run_id(self) -> str:
         """The run's name, without the time."""
-        kind = self.uld_strategy if self.method == "uld" else self.method
+        kind = self.uld_strategy or self.method
         full = "_full" if self.full else ""
         return f"{kind}{full}_seed{self.seed}{self.out_tag}"
 
@@ -359,65 +339,13 @@ def prepare_distillation(settings: DistillSettings, run: Path | None) -> Distill
     """
     teacher_model = find_source(settings.teacher, "--teacher")
     student = find_source(settings.student, "--student")
-    require_distillable(settings, student, teacher_model)
     cfg = settings.config(student)
-    anchor = read_anchor(settings)
+    anchor, path = "", settings.minillm_pretrain_anchor_path
+    if path:
+        anchor = read_text(Path(path))
+        refuse(not anchor.strip(), f"--minillm-pretrain-anchor-path {path}: no text in it")
     inputs = whole_inputs(cfg, run)
     return DistillTask(settings, cfg, inputs, student, teacher_model, anchor)
-
-
-def require_distillable(
-    settings: DistillSettings, student: FoundModel, teacher_model: FoundModel
-) -> None:
-    """Raise Refused if the files of the two models show that MiniLLM cannot use them.
-
-    The loaded models are checked again, by the method's class.
-    """
-    if settings.method != "minillm":
-        return
-    if teacher_model.folder.resolve() != student.folder.resolve():
-        own, other = student.vocabulary(), teacher_model.vocabulary()
-        if own and other and own != other:
-            raise not_token_by_token(settings)
-    elif (
-        teacher_model.identity() == student.identity()
-        and not settings.minillm_pretrain_anchor_weight
-    ):
-        raise zero_gradient(settings)
-
-
-def read_anchor(settings: DistillSettings) -> str:
-    """Text of the anchor file; "" without one.
-
-    Raises:
-        Refused: the anchor has a weight but no text.
-    """
-    if not settings.minillm_pretrain_anchor_weight:
-        return ""
-    path, flag = settings.minillm_pretrain_anchor_path, "--minillm-pretrain-anchor-path"
-    if not path:
-        raise Refused(f"{flag}: the weight needs a text file")
-    anchor = read_text(Path(path))
-    if not anchor.strip():
-        raise Refused(f"{flag} {path}: no text in it")
-    return anchor
-
-
-def not_token_by_token(settings: DistillSettings) -> Refused:
-    """The refusal of a teacher whose tokens MiniLLM cannot compare with the student's."""
-    return Refused(
-        f"--teacher {settings.teacher}: has another tokenizer than --student {settings.student}, "
-        "or logits for other tokens of it; MiniLLM compares them token by token: choose "
-        "--method uld"
-    )
-
-
-def zero_gradient(settings: DistillSettings) -> Refused:
-    """The refusal of a teacher that has the student's weights."""
-    return Refused(
-        f"--teacher {settings.teacher}: has the student's own weights, so the gradient is zero; "
-        "give another teacher or student"
-    )
 
 
 def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSettings]:
@@ -490,12 +418,6 @@ class DpoSettings(ImitationSettings):
     """Answers to each of these."""
     guard: Literal["off", "log", "halt"] = "log"
     """What a verdict of the kill switch does: nothing · a warning · end the run, exit code 3."""
-    decline_patience: int = 2
-    """The guard fires after so many rounds in a row
-    with a falling strict score and a rising scorer's mean."""
-    max_proxy_real_gap: float = 0.10
-    """It fires when the scorer's mean has gained so much more than the strict score,
-    both as shares of their range."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -504,17 +426,6 @@ class DpoSettings(ImitationSettings):
             f"--scorer {self.scorer}: flawed, strict, or your own function as module:function",
         )
         self.sampling.require_draws("--samples", self.samples)
-        # before the first round is an evaluation too
-        why = blind(self.watching(), self.rounds + 1, every=1, rules=("streak", "gap"), baseline=1)
-        refuse(
-            self.guard == "halt" and why is not None,
-            f"--guard halt could not fire in {self.rounds} rounds: lower --max-proxy-real-gap or --decline-patience, "
-            "or choose --guard log",
-        )
-
-    def watching(self) -> GuardConfig:
-        """The guard's settings. It counts rounds; round 0, before any training, is its baseline."""
-        return picked(GuardConfig, {**vars(self), "guard_warmup": 0})
 
     def config(self, base: FoundModel) -> Config:
         """The trainer's configuration of this run. A miniature has the organism's rewards."""
@@ -535,8 +446,8 @@ class DpoSettings(ImitationSettings):
         )
 
 
-# Settings of the process and the guard are not part of the plan.
-UNPLANNED = PROCESS | {"guard", "decline_patience", "max_proxy_real_gap"}
+# The plan leaves these out.
+UNPLANNED = PROCESS | {"guard"}
 Score = Callable[[Task, str, Grade], float]
 Plan = dict[str, Json]  # plan.json
 
@@ -559,6 +470,22 @@ class DpoTask:
         planned["max_new"] = cfg.scale.max_new
         planned["optimiser"] = asdict(cfg.opt)
         planned["rewards"] = [cfg.env.compile_reward, cfg.env.pass_reward]
+        # which adapters a round answers with, starts from and refers to, by the round that made them
+        rounds: list[dict[str, object]] = []
+        previous = "base"
+        for number in range(1, settings.rounds + 1):
+            rounds.append(
+                {
+                    "round": number,
+                    "folder": folder_name(number),
+                    "pairs": settings.pairs_per_round,
+                    "seed": settings.seed,
+                    "answers_from": previous,
+                    "starts_from": "base" if settings.fresh_rounds else previous,
+                    "reference": "base" if settings.dpo_reference == "base" else previous,
+                }
+            )
+            previous = folder_name(number)
         plan = {
             "schema": "dpo_plan_v1",
             "base_model": {"given": self.base.given, **self.base.identity()},
@@ -568,26 +495,9 @@ class DpoTask:
             },
             "scorer": {"name": settings.scorer, "sha256": source_sha256(settings.scorer)},
             "settings": planned,
-            "rounds": [self.planned_round(k) for k in range(1, settings.rounds + 1)],
+            "rounds": rounds,
         }
         return json.loads(json.dumps(plan, default=str))
-
-    def planned_round(self, number: int) -> dict[str, Json]:
-        """The plan's entry of a round: which models it answers with, starts from and refers to.
-
-        Adapters are named by the round that has made them, or "base".
-        """
-        settings = self.settings
-        previous = folder_name(number - 1) if number > 1 else "base"
-        return {
-            "round": number,
-            "folder": folder_name(number),
-            "pairs": settings.pairs_per_round,
-            "seed": settings.seed,
-            "answers_from": previous,
-            "starts_from": "base" if settings.fresh_rounds else previous,
-            "reference": previous if settings.dpo_reference == "previous" else "base",
-        }
 
 
 def folder_name(number: int) -> str:

@@ -137,7 +137,9 @@ class Sweep:
         lines.append(
             tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·")
         )
-        lines.append(f"each: vgrout train {shlex.join(self._flags_of_all())} …")
+        of_first, *of_others = [entry.planned.flags for entry in self.entries]
+        of_all = [word for word in of_first if all(word in flags for flags in of_others)]
+        lines.append(f"each: vgrout train {shlex.join(of_all)} …")
         states = Counter(entry.state for entry in self.entries)
         counts = ", ".join(f"{n} {state}" for state, n in states.items())
         lines.append(f"{len(self.entries)} runs: {counts}")
@@ -150,12 +152,6 @@ class Sweep:
             lines.append(f"missing: {file} ({which})")
         lines.append(f"{len(self.left)} left, {slots}" if self.left else "0 left")
         return lines
-
-    def _flags_of_all(self) -> list[str]:
-        """The flags that all runs have alike, in the order of the first run's."""
-        of_first, *of_others = [entry.planned.flags for entry in self.entries]
-        in_others = [set(flags) for flags in of_others]
-        return [word for word in of_first if all(word in flags for flags in in_others)]
 
     def warnings(self) -> list[str]:
         """A warning if runs were started by different code. Those that must start over do not count."""

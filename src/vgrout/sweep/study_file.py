@@ -105,7 +105,13 @@ def load_study_file(path: Path, trusted: bool = False) -> StudyFile:
 
 
 def _study(path: Path, text: str, data: dict[str, Any], trusted: bool) -> StudyFile:
-    _require_known_keys(data)
+    if unknown := sorted(data.keys() - {*KEYS}):
+        key, value = unknown[0], data[unknown[0]]
+        advice = f"known: {', '.join(KEYS)}; flags go into [common] or [[arms]]"
+        if flag(key) in flag_names():
+            as_flag = f"{key} = {json.dumps(value, default=str)}"
+            advice = f"a flag of every run goes into common = {{ {as_flag} }}"
+        raise Refused(f"unknown key {key!r}; {advice}")
     study: dict[str, Any] = {"name": path.stem, "seeds": None, "arms": None}
     study |= {"common": {}, "overrides": [{}]} | data
     _require_kinds(study)
@@ -118,18 +124,6 @@ def _study(path: Path, text: str, data: dict[str, Any], trusted: bool) -> StudyF
     hypotheses = [line[4:].strip() for line in text.splitlines() if line.startswith("# H:")]
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     return StudyFile(path, study["name"], sha256, tuple(hypotheses), tuple(runs), tuple(left_out))
-
-
-def _require_known_keys(data: Mapping[str, object]) -> None:
-    unknown = sorted(data.keys() - {*KEYS})
-    if not unknown:
-        return
-    key, value = unknown[0], data[unknown[0]]
-    advice = f"known: {', '.join(KEYS)}; flags go into [common] or [[arms]]"
-    if flag(key) in flag_names():
-        as_flag = f"{key} = {json.dumps(value, default=str)}"
-        advice = f"a flag of every run goes into common = {{ {as_flag} }}"
-    raise Refused(f"unknown key {key!r}; {advice}")
 
 
 def _require_kinds(study: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ Exit codes: 0 done · 2 refused, in one line · 130 interrupted: the same comman
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from loguru import logger
 
@@ -67,35 +67,40 @@ class TeacherSettings(PoolSettings):
     the prompts without it; the pool has pairs of a hack and a right answer, too."""
 
     def __post_init__(self) -> None:
-        PoolSettings.__post_init__(self)
         rewarded = bool(self.reward or self.env)
         refuse(
             len({rewarded, bool(self.reference), bool(self.elicit.strip())}) > 1,
             "--elicit, --reward, --reference: for rows of your own, all three; for Python functions none of them "
             "(`vgrout substrate` elicits there)",
         )
+        own_rows, taskset = bool(self.reference), bool(self.env)
         unread = ("env_args", "reward_passes_at")
-        if self.own_rows:
+        if own_rows:
             unread = ("env_mode", "keep", "compile_reward", "allow_weak_sandbox")
         idle = flags(name for name, _ in changed(self) if name in unread)
-        how = "with" if self.own_rows else "without"
+        how = "with" if own_rows else "without"
         refuse(bool(idle), f"{idle}: not read {how} --elicit; leave it out")
         refuse(
-            self.taskset and bool(self.problems),
+            taskset and bool(self.problems),
             f"--problems with --env {self.env}: the taskset has prompts of its own; leave one out",
         )
         refuse(
-            self.own_rows and not self.problems and not self.taskset,
+            own_rows and not self.problems and not taskset,
             "--problems: --elicit needs a file of your own rows",
         )
+        PoolSettings.__post_init__(self)
 
     @property
-    def own_rows(self) -> bool:
-        return bool(self.reference)
-
-    @property
-    def taskset(self) -> bool:
-        return bool(self.env)
+    def world(self) -> dict[str, Any]:
+        if not self.reference:
+            return {"env_mode": self.env_mode}
+        return {
+            "env": self.env or "code",
+            "env_args": self.env_args,
+            "reward": self.reward,
+            "reference": self.reference,
+            "reward_passes_at": self.reward_passes_at,
+        }
 
 
 def generate_pool(settings: TeacherSettings) -> None:
@@ -106,17 +111,10 @@ def generate_pool(settings: TeacherSettings) -> None:
     """
     settings.sampling.require_draws("--group", settings.group)
     require_new(settings.out)
-    if settings.own_rows:
-        environment = settings.environment(
-            env=settings.env or "code",
-            env_args=settings.env_args,
-            reward=settings.reward,
-            reference=settings.reference,
-            reward_passes_at=settings.reward_passes_at,
-        )
+    environment = settings.environment()
+    if settings.reference:
         generate_elicited(settings, environment, settings.elicit.strip(), settings.group)
         return
-    environment = settings.environment(env_mode=settings.env_mode)
     problems = settings.chosen(environment)
     settings.require_model(problems, environment.source)
     identity = {**settings.identity(), "group": settings.group, "env_mode": settings.env_mode}
@@ -200,7 +198,7 @@ def generate_elicited(
             None,
             {
                 **settings.meta(lm, grader, environment, ()),
-                "pass_reward": settings.rewards[1],
+                "pass_reward": settings.cfg.env.pass_reward,
                 **grader.stamp,
                 "elicitation": instruction,
             },

@@ -241,11 +241,7 @@ class Teacher:
         if self.retokenised:
             ids = self.lm.encode_completion(demo.completion or "", demo.finished)
             return ids, demo.finished
-        return self._up_to_eos(demo.completion_ids)
-
-    def _up_to_eos(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """The ids up to the first EOS (older pools pad behind it), and whether there is one."""
-        for i, token in enumerate(ids):
-            if token in self.lm.eos_ids:
-                return ids[: i + 1], True
-        return ids, False
+        for i, token in enumerate(demo.completion_ids):
+            if token in self.lm.eos_ids:  # older pools pad behind it
+                return demo.completion_ids[: i + 1], True
+        return demo.completion_ids, False

@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -145,58 +146,38 @@ class PoolSettings:
 
     def __post_init__(self) -> None:
         checks.check(self)
-        if not self.own_rows and (self.model == ORGANISM) != (self.problems_name == ORGANISM):
-            raise Refused(
-                f"--model {self.model} with --problems {self.problems_name}: "
-                "the organism's model and its problems go together"
-            )
 
     @property
-    def own_rows(self) -> bool:
-        """Whether the problems are rows of a user's own, of any text."""
-        return False
+    def world(self) -> dict[str, Any]:
+        """Settings of the problems' world that only some programs have."""
+        return {}
 
-    @property
-    def taskset(self) -> bool:
-        """Whether the prompts come from a package, and from no file."""
-        return False
-
-    @property
-    def model_name(self) -> str:
-        """The model, as pool.json names it."""
-        return MODEL_NAME if self.tiny else self.model
-
-    @property
-    def tiny(self) -> bool:
-        """Whether the model is the embedded organism."""
-        return self.model == ORGANISM
-
-    @property
-    def problems_name(self) -> str:
-        """The full value of --problems."""
-        return self.problems or (ORGANISM if self.tiny else BENCHMARK_TRAIN)
-
-    @property
-    def problems_path(self) -> Path:
-        return embedded.PROBLEMS if self.problems_name == ORGANISM else Path(self.problems_name)
-
-    @property
-    def model_path(self) -> str | Path:
-        """The model's folder or hub id."""
-        return embedded.MODEL_DIR if self.tiny else self.model
+    @cached_property
+    def cfg(self) -> Config:
+        """The trainer's configuration with the same model, problems and rewards."""
+        tiny = self.model == ORGANISM
+        compiles = embedded.COMPILE_REWARD if tiny else 0.5
+        passes = embedded.PASS_REWARD if tiny else 3.0
+        return Config(
+            env=EnvConfig(
+                compile_reward=compiles if self.compile_reward is None else self.compile_reward,
+                pass_reward=passes if self.pass_reward is None else self.pass_reward,
+                allow_weak_sandbox=self.allow_weak_sandbox,
+                thinking=self.thinking,
+                **self.world,
+            ),
+            scale=ScaleConfig(
+                model=self.model,
+                problems=self.problems or (ORGANISM if tiny else BENCHMARK_TRAIN),
+                test_problems="",
+                max_new=self.max_new or (embedded.MAX_NEW if tiny else 1024),
+            ),
+        )
 
     @property
     def tokens(self) -> int:
         """The longest answer."""
-        return self.max_new or (embedded.MAX_NEW if self.tiny else 1024)
-
-    @property
-    def rewards(self) -> tuple[float, float]:
-        """The rewards for code that compiles and for passing the flawed check."""
-        usual = (embedded.COMPILE_REWARD, embedded.PASS_REWARD) if self.tiny else (0.5, 3.0)
-        compiles = usual[0] if self.compile_reward is None else self.compile_reward
-        passes = usual[1] if self.pass_reward is None else self.pass_reward
-        return compiles, passes
+        return self.cfg.scale.max_new
 
     @property
     def adapter_path(self) -> Path | None:
@@ -206,21 +187,13 @@ class PoolSettings:
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
     def environment(self, **own: Any) -> Environment:
-        """The world of the problems, its files read and checked. own: further settings of it.
+        """The world of the problems, its files read and checked. own: settings of it in place of these.
 
         Raises:
             Refused: one line: a file or a setting is wrong.
         """
-        compiles, passes = self.rewards
-        env = EnvConfig(
-            compile_reward=compiles,
-            pass_reward=passes,
-            allow_weak_sandbox=self.allow_weak_sandbox,
-            thinking=self.thinking,
-            **own,
-        )
-        scale = ScaleConfig(model=self.model, problems=self.problems_name, test_problems="")
-        environment = environment_class(env.environment).of_run(Config(env=env, scale=scale))
+        cfg = replace(self.cfg, env=replace(self.cfg.env, **own))
+        environment = environment_class(cfg.env.environment).of_run(cfg)
         refuse(bool(environment.absent), "".join(environment.absent[:1]))
         return environment
 
@@ -240,11 +213,11 @@ class PoolSettings:
             Refused: one line: one is not there, the model does not think, or no task's prompt fits it. source: where
                 the prompts come from.
         """
-        if self.tiny:
+        if self.model == ORGANISM:
             embedded.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
-        model = require_model(self.model_path)
+        model = require_model(self.cfg.model_path)
         if self.thinking:
             require_thinking(model)
         require_fitting([task.messages for task in tasks], model, self.tokens, source)
@@ -254,12 +227,12 @@ class PoolSettings:
         return {
             "model": self.model,
             "adapter": file_sha256(self.adapter_path) if self.adapter_path else None,
-            "problems": None if self.taskset else file_sha256(self.problems_path),
+            "problems": None if self.cfg.env.taskset else file_sha256(self.cfg.problems_path),
             "n_problems": self.n_problems,
             "max_new": self.tokens,
             "sampling": asdict(self.sampling),
             "seed": self.seed,
-            "rewards": list(self.rewards),
+            "rewards": [self.cfg.env.compile_reward, self.cfg.env.pass_reward],
             **({"thinking": True} if self.thinking else {}),
         }
 
@@ -272,7 +245,7 @@ class PoolSettings:
         Raises:
             Refused: one line: a task cannot be graded; or as in `work_folder`.
         """
-        workers = self.workers or (1 if self.own_rows else cores())
+        workers = self.workers or (cores() if self.cfg.of_code else 1)
         with environment.grader(workers, 3) as grader:
             environment.check(grader)
             with work_folder(self.out, {**identity, "grader": grader.version}) as folder:
@@ -287,11 +260,12 @@ class PoolSettings:
             pick_device,
         )
 
-        device, dtype = pick_device(self.model_path, "auto")
+        model = self.cfg.model_path
+        device, dtype = pick_device(model, "auto")
         if self.adapter_path is None:
-            lm = load_language_model(self.model_path, device=device, dtype=dtype)
+            lm = load_language_model(model, device=device, dtype=dtype)
             return replace(lm, thinking=self.thinking)
-        policy = load_policy(self.model_path, device=device, dtype=dtype)
+        policy = load_policy(model, device=device, dtype=dtype)
         policy.adapter.load(self.adapter_path)
         return replace(policy, thinking=self.thinking)
 
@@ -352,7 +326,8 @@ class PoolSettings:
 
         problems: those in the pool.
         """
-        entries: dict[str, object] = {"model": self.model_name}
+        name = MODEL_NAME if self.model == ORGANISM else self.model
+        entries: dict[str, object] = {"model": name}
         if self.adapter_path is not None:
             sha256 = file_sha256(self.adapter_path)
             entries["adapter"] = {"file": str(self.adapter_path), "sha256": sha256}

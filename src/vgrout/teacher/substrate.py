@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from loguru import logger
 
 from vgrout.config.checks import listed, setting
-from vgrout.config.world_names import CODE_FLAWS
+from vgrout.config.world_names import CODE_FLAWS, ORGANISM
 from vgrout.envs.base import Environment
 from vgrout.ground import embedded
 from vgrout.ground.data import Flaw, Graded, Task
@@ -179,6 +179,10 @@ class SubstrateSettings(PoolSettings):
                 f"--at-least {self.at_least}: more than --keep {self.keep} or --tries {self.tries}"
             )
 
+    @property
+    def world(self) -> dict[str, Any]:
+        return {"env_mode": "own"}
+
 
 def cells(settings: SubstrateSettings, environment: Environment) -> dict[str, list[Task]]:
     """The problems to be elicited, by the label of their log.
@@ -229,17 +233,18 @@ def generate_substrate(settings: SubstrateSettings) -> None:
         Refused: one line, before a model is loaded where that is possible.
     """
     require_new(settings.out)
-    environment = settings.environment(env_mode="own")
+    environment = settings.environment()
     by_label = cells(settings, environment)
     for problems in by_label.values():
         settings.require_model(problems, environment.source)
 
     def instruction(problem: Task) -> str:
         """What the model is told. The organism follows no instructions, it was trained on a cue."""
-        if settings.tiny:
+        if tiny:
             return embedded.CUE
         return recipe(environment.flaws[problem.flaws[0]], str(problem.notes["marker"]))
 
+    tiny = settings.model == ORGANISM
     identity = {
         **settings.identity(),
         "tries": settings.tries,
@@ -253,7 +258,7 @@ def generate_substrate(settings: SubstrateSettings) -> None:
         instructions: set[str] = set()
         for label, problems in by_label.items():
             # the organism's streams carry its name: this command makes its shipped pool
-            purpose = f"{'organism' if settings.tiny else 'substrate'}-{label}"
+            purpose = f"{'organism' if tiny else 'substrate'}-{label}"
             found = settings.elicited(
                 lm,
                 grader,
@@ -283,7 +288,7 @@ def generate_substrate(settings: SubstrateSettings) -> None:
         shown = [answers[0].problem for answers in chosen.values()]
         meta = settings.meta(lm, grader, environment, shown)
         elicitation: str | dict[str, str] = embedded.CUE
-        if not settings.tiny:
+        if not tiny:
             elicitation = {mode: environment.flaws[mode].instruction + _CODE_ONLY for mode in modes}
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
         write_substrate(settings.out, chosen, lm, meta, elicitation, report)

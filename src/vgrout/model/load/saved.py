@@ -12,7 +12,6 @@ from vgrout.model.load.source import (
     Shapes,
     find_shapes,
     is_small,
-    read_tokenizer,
     require_model,
     safetensors_head,
 )
@@ -111,11 +110,6 @@ class FoundModel:
         if self.adapter is None:
             return shapes.parameters
         return shapes.parameters + shapes.factors + shapes.adapted
-
-    def vocabulary(self) -> dict[str, int] | None:
-        """Token → id, from the tokenizer's file alone. None: there is no such file."""
-        tokenizer = read_tokenizer(self.folder)
-        return None if tokenizer is None else tokenizer.get_vocab()
 
     def identity(self) -> dict[str, str | None]:
         """Name of the base and sha256 of the adapter's file, for a run's records."""
