@@ -154,11 +154,9 @@ def test_a_run_is_shown_by_its_name_its_state_and_its_numbers(tmp_path):
     path = fake_run(tmp_path, "--intervention=route2", hack=0.25, solve=0.5)
     (path / "summary.md").write_text("# Verdict: <b>skill</b> kept\n\nmore\n")
     run = vgrout.load_run(path)
-    for shown in (repr(run), run._repr_html_()):
-        for part in (path.name, "finished", "untrained", "as trained", "deployed", "25.0", "50.0"):
-            assert part in shown
+    for part in (path.name, "finished", "untrained", "as trained", "deployed", "25.0", "50.0"):
+        assert part in repr(run)
     assert "verdict: <b>skill</b> kept" in repr(run)
-    assert "&lt;b&gt;skill&lt;/b&gt; kept" in run._repr_html_()
     assert "more" not in repr(run)
 
 
@@ -180,11 +178,9 @@ def test_a_run_is_shown_whatever_its_files_say(file, text, said, tmp_path):
         (path / file).unlink()
     else:
         (path / file).write_text(text, encoding="utf-8")
-    run = vgrout.load_run(path)
-    for shown in (repr(run), run._repr_html_()):
-        assert said in shown
-        assert not {"\x1b", "\u202e"} & set(shown)
-    assert "<i>" not in run._repr_html_()
+    shown = repr(vgrout.load_run(path))
+    assert said in shown
+    assert not {"\x1b", "\u202e"} & set(shown)
 
 
 def test_a_plot_needs_steps_and_no_final_evaluation(tmp_path):

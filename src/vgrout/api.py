@@ -10,7 +10,6 @@ A command and its function are one thing: flags are keywords, with _ for -. The 
 """
 
 import contextlib
-import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class RunFailed(RuntimeError):
 class Run:
     """A run's folder. A file is read once and kept; `load_run(run.path)` reads it again.
 
-    A notebook shows it, and `print` too, by its name, its state, its verdict, and how many answers
+    It is shown by its name, its state, its verdict, and how many answers
     of the final evaluation hack and solve.
     """
 
@@ -109,17 +108,6 @@ class Run:
         for side, (hack, solve) in self._shares().items():
             said.append(f"{side:<10} {hack:>5} % hack  {solve:>5} % solve")
         return printable("\n".join(said))
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows; what was read is text in it and never markup."""
-        said = [f"<b>{_text(self.path.name)}</b>: {_text(self._state())}"]
-        said += [_text(line) for line in self._verdict()]
-        rows = ""
-        for side, (hack, solve) in self._shares().items():
-            rows += f"<tr><th>{side}</th><td>{hack}</td><td>{solve}</td></tr>"
-        if rows:
-            rows = f"<table><tr><th></th><th>hack %</th><th>solve %</th></tr>{rows}</table>"
-        return f"<div>{'<br>'.join(said)}{rows}<code>{_text(str(self.path))}</code></div>"
 
     def _state(self) -> str:
         """What became of the run, and after how many steps."""
@@ -261,11 +249,6 @@ def _listed(name: str, value: object) -> list[str]:
         )
         words.append(str(word))
     return words
-
-
-def _text(of_a_file: str) -> str:
-    """Text of unknown origin, for HTML."""
-    return html.escape(printable(of_a_file))
 
 
 def _frame(file: Path) -> "DataFrame":
