@@ -455,7 +455,7 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     losses = losses_of(begun, start, seed, documents, len(recorded), "first steps")
     faults: list[str] = []
     for i, (now, then) in enumerate(zip(losses, recorded, strict=True)):
-        if abs(now - then) > TOLERANCE:
+        if not abs(now - then) <= TOLERANCE:  # NaN included
             faults.append(
                 f"training step {i}: loss {now:.4f}, recorded {then:.4f}; "
                 "language, recipe or library changed"

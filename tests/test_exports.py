@@ -1,11 +1,14 @@
 """Exports, read by the programs that they are for."""
 
 import json
+import math
 import resource
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from fake_runs import fake_run
 from runs import flags
 from vgrout.config.presets import resolve
 from vgrout.export import __main__ as export
-from vgrout.export.model import card
+from vgrout.export.model import about, card, parity
 from vgrout.ground.io import json_lines
 from vgrout.model.load.load import load_saved
 from vgrout.model.load.saved import Saved, find_adapter
@@ -61,6 +64,7 @@ def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
     assert "0 % of the adapter's norm left out" in capsys.readouterr().out
     written = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert written["target_modules"] == sorted(adapter.names), "the same file in every process"
+    assert written["base_model_name_or_path"] == str(saved.folder), "from any folder"
     base = load_beside(policy, saved.model, policy.model.dtype)
     with policy.adapter.reference():
         untrained = deployed(policy, ids)
@@ -159,6 +163,43 @@ def test_inspect_reads_the_final_answers(done, tmp_path):
         assert log.eval.metadata["config"]["method"]["intervention"] == "route2"
         ended = json.loads((done / "status.json").read_text())["time"]
         assert datetime.fromisoformat(log.eval.created).timestamp() == pytest.approx(ended, abs=1)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["deployed", "written", "both"])
+def test_logits_that_are_not_finite_are_not_equal(side, spoilt, exact):
+    def model(is_spoilt):
+        logits = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))
+        logits[0, 1, 2] = spoilt if is_spoilt else logits[0, 1, 2]
+        return lambda input_ids, use_cache: SimpleNamespace(logits=logits)
+
+    def compared(ours, other):
+        policy = SimpleNamespace(
+            encode=lambda text: [1, 2, 3],
+            device="cpu",
+            adapter=SimpleNamespace(deployed=nullcontext),
+            model=model(ours),
+        )
+        return parity(policy, model(other), ["a", "b"], exact)
+
+    assert compared(ours=False, other=False).holds
+    assert not compared(side != "written", side != "deployed").holds
+
+
+@pytest.mark.parametrize("given", ["m_gen", "./m_gen", "../{}/m_gen"])
+def test_a_local_base_is_found_from_any_folder_and_is_no_hub_id(given, tmp_path, monkeypatch):
+    (tmp_path / "m_gen").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given = given.format(tmp_path.name)
+    cfg = resolve(["full", "--intervention=none", "--mix-ratio=0", f"--model={given}"])
+    saved = Saved(Path("train.safetensors"), {}, cfg, given, Path(given))
+    assert saved.base == str(tmp_path / "m_gen")
+    text = card(saved, "transformers", about(saved), ["pass"])
+    assert "base_model" not in text
+    assert "\n\nm_gen, trained for" in text
+    hub = replace(saved, model="a/model")
+    assert (hub.base, "base_model: a/model\n" in card(hub, "peft", "", [])) == ("a/model", True)
 
 
 REFUSED = {

@@ -62,6 +62,20 @@ def test_arms_times_overrides_times_seeds(tmp_path):
 
 HEAD = 'preset = "smoke"\nseeds = [1]\n'
 NONE = '[[arms]]\nintervention = "none"\n'
+TWICE = [  # one flag in two spellings
+    (NONE + "max_new = 16\nmax-new = 32\n", "[[arms]] 1", "max-new"),
+    (NONE + "max_new = [16, 32]\nmax-new = 64\n", "[[arms]] 1", "max-new"),
+    (NONE + 'lr = 0.01\n"--lr" = 0.02\n', "[[arms]] 1", "lr"),
+    (NONE + '"--max_new" = 1\n"--max-new" = 1\n', "[[arms]] 1", "max-new"),
+    (NONE + "unbiased = true\nno-unbiased = true\n", "[[arms]] 1", "unbiased"),
+    (NONE + 'no_unbiased = true\n"--unbiased" = [true, false]\n', "[[arms]] 1", "unbiased"),
+    ("[common]\nmax_new = 16\nmax-new = 64\n" + NONE, "common", "max-new"),
+    (
+        NONE + "[[overrides]]\nname = 'x'\nmax_new = [1, 2]\nmax-new = 4\n",
+        "[[overrides]] 1 (x)",
+        "max-new",
+    ),
+]
 BAD = [
     ("preset = ", "Invalid value (at "),
     ('presets = "smoke"\n' + HEAD + NONE, "unknown key 'presets'; known: name, preset"),
@@ -91,6 +105,14 @@ BAD = [
     (
         HEAD + NONE + "lr = 1\n[[overrides]]\nlr = 2\n",
         "[[arms]] 1 × [[overrides]] 1: lr is set by both",
+    ),
+    (
+        HEAD + "common = { lr = 1 }\n" + NONE + "[[overrides]]\nlr = 2\n",
+        "common × [[overrides]] 1: lr is set by both",
+    ),
+    *(
+        (HEAD + table, f"{where}: {name} is set twice; leave it out once")
+        for table, where, name in TWICE
     ),
     (
         HEAD + NONE + "[[overrides]]\nv-hack-k = 2\n",

@@ -103,7 +103,11 @@ def _write(settings: ExportSettings, folder: Path) -> str:
     else:
         parity = model.export(saved, policy, folder, settings.dtype, texts)
         said = str(parity)
-    origin = {"adapter": str(saved.path), "config": saved.cfg.as_dict(), "parity": vars(parity)}
+    origin = {
+        "adapter": str(saved.path.resolve()),
+        "config": saved.cfg.as_dict(),
+        "parity": vars(parity),
+    }
     text = json.dumps(origin, indent=1, default=str)
     (folder / "vgrout.json").write_text(f"{text}\n", encoding="utf-8")
     for file in folder.iterdir():

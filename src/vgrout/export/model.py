@@ -7,6 +7,7 @@ one within `TOLERANCE` of the largest.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -46,7 +47,8 @@ class Parity:
     @property
     def holds(self) -> bool:
         """Whether the two are the same model."""
-        return self.difference <= (0.0 if self.exact else TOLERANCE * self.largest)
+        tolerance = 0.0 if self.exact else TOLERANCE * self.largest
+        return math.isfinite(self.largest) and self.difference <= tolerance
 
     def __str__(self) -> str:
         tolerance = "0"
@@ -74,7 +76,8 @@ def load_beside(policy: Policy, folder: str | Path, dtype: torch.dtype | str = "
 @torch.no_grad()
 def parity(policy: Policy, other: nn.Module, texts: Sequence[str], exact: bool) -> Parity:
     """Compare another model with the deployed one, one text at a time."""
-    largest = difference = kl = 0.0
+    largest = difference = torch.zeros((), device=policy.device)
+    kl = 0.0
     same = n = 0
     for text in tqdm(texts, desc="comparing", unit="text", disable=None, leave=False):
         ids = torch.tensor([policy.encode(text)], device=policy.device)
@@ -82,14 +85,15 @@ def parity(policy: Policy, other: nn.Module, texts: Sequence[str], exact: bool) 
             ours = policy.model(input_ids=ids, use_cache=False).logits[0].float()
         got = other(input_ids=ids, use_cache=False).logits[0].float()
         change = (ours - got).abs()
-        largest = max(largest, float(ours.abs().max()))
-        difference = max(difference, float(change.max()))
+        # unlike Python's, torch's maximum with a NaN is NaN, which is within no tolerance
+        largest = torch.maximum(largest, ours.abs().max())
+        difference = torch.maximum(difference, change.max())
         p, q = ours.log_softmax(-1), got.log_softmax(-1)
         kl += float((p.exp() * (p - q)).sum())
         is_same = ours.argmax(-1) == got.argmax(-1)
         same += int(is_same.sum())
         n += len(ours)
-    return Parity(largest, difference, kl / n, same / n, exact)
+    return Parity(float(largest), float(difference), kl / n, same / n, exact)
 
 
 def write(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
@@ -119,8 +123,7 @@ def card(saved: Saved, library: str, said: str, use: Sequence[str]) -> str:
         said: what the folder is.
         use: lines of Python that load it.
     """
-    name = saved.cfg.scale.model
-    base = "" if name == "organism" else f"base_model: {name}\n"
+    base = "" if saved.is_local else f"base_model: {saved.base}\n"
     code = "\n".join(use)
     return (
         f"---\nlibrary_name: {library}\n{base}---\n# {saved.cfg.run_id}\n\n{said}\n\n"
@@ -160,8 +163,10 @@ def prompting(saved: Saved) -> str:
 def about(saved: Saved) -> str:
     """Say what was trained, and how."""
     cfg = saved.cfg
+    # a card is published: of a path its last part
+    name = Path(cfg.scale.model).name if saved.is_local else cfg.scale.model
     return (
-        f"{cfg.scale.model}, trained for {saved.step} steps by GRPO against a flawed grader with "
+        f"{name}, trained for {saved.step} steps by GRPO against a flawed grader with "
         f"`vgrout` (intervention {cfg.method.intervention}, control {cfg.method.control_name}, "
         f"seed {cfg.run.seed}), as deployed"
     )

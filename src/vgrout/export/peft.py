@@ -99,7 +99,7 @@ def export(
         rank_pattern=lower,
         alpha_pattern=dict(lower),  # B A is scaled by alpha / r
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(saved.model),
+        base_model_name_or_path=saved.base,
         inference_mode=True,
     )
     config.target_modules = sorted(ranks)  # PEFT makes a set of it, with an order of its own
@@ -118,7 +118,7 @@ def export(
 def adapter_card(saved: Saved, result: Lora) -> str:
     """Return the folder's README.md."""
     use = ["from peft import PeftModel", "from transformers import AutoModelForCausalLM"]
-    base = repr(str(saved.model))
+    base = repr(saved.base)
     if saved.folder == embedded.MODEL_DIR:  # wherever the package is installed
         base = "embedded.MODEL_DIR"
         use.append("from vgrout.ground import embedded")

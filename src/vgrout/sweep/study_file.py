@@ -171,15 +171,17 @@ def _arms(study: Mapping[str, Any], trusted: bool) -> tuple[dict[str, Settings],
     given = Counter[str]()  # flags of every arm, and to how many they were given
     not_read: dict[str, list[str]] = {}  # those that some arms do not read → these arms
     seen: dict[str, str] = {}  # identity or label → the tables that have it
-    common = _flags(study["common"])
+    common = _flags(study["common"], "common")
     for arm in _choices("arms", study["arms"]):
         for override in _choices("overrides", study["overrides"]):
             where = f"{arm.where} × {override.where}" if override.flags else arm.where
-            twice = sorted(arm.flags.keys() & override.flags.keys())
-            refuse(
-                bool(twice),
-                f"{where}: {', '.join(twice)} is set by both; leave it out in one of them",
-            )
+            for beside, table in ((arm.where, arm.flags), ("common", common)):
+                twice = sorted(table.keys() & override.flags.keys())
+                refuse(
+                    bool(twice),
+                    f"{beside} × {override.where}: {', '.join(twice)} is set by both; "
+                    "leave it out in one of them",
+                )
             of_all = (common.keys() | override.flags.keys()) - arm.flags.keys()
             try:
                 flags_given = common | arm.flags | override.flags
@@ -260,7 +262,7 @@ def _choices(key: str, tables: list[dict[str, object]]) -> Iterator[Choice]:
     for i, table in enumerate(tables, 1):
         name = str(table.get("name", ""))
         where = f"[[{key}]] {i}" + (f" ({name})" if name else "")
-        flags = _flags({k: v for k, v in table.items() if k != "name"})
+        flags = _flags({k: v for k, v in table.items() if k != "name"}, where)
         lists = {k: v for k, v in flags.items() if isinstance(v, list)}
         for values in product(*lists.values()):
             chosen = dict(zip(lists, values, strict=True))
@@ -270,8 +272,16 @@ def _choices(key: str, tables: list[dict[str, object]]) -> Iterator[Choice]:
                 yield Choice(where, flags | chosen, _joined(name, _shown(chosen)) if name else "")
 
 
-def _flags(table: dict[str, object]) -> FlagTable:
-    return {key.removeprefix("--").replace("_", "-"): value for key, value in table.items()}
+def _flags(table: FlagTable, where: str) -> FlagTable:
+    """The table's flags, each in one spelling. Raises Refused where it gives one twice."""
+    flags: FlagTable = {}
+    for key, value in table.items():
+        name = key.removeprefix("--").replace("_", "-")
+        if name.startswith("no-") and isinstance(value, bool):
+            name, value = name.removeprefix("no-"), not value
+        refuse(name in flags, f"{where}: {name} is set twice; leave it out once")
+        flags[name] = value
+    return flags
 
 
 def _argv(flags: Mapping[str, object]) -> Iterator[str]:

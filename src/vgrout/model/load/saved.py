@@ -28,6 +28,16 @@ class Saved:
     folder: Path  # where it lies
 
     @property
+    def is_local(self) -> bool:
+        """Whether the base model is a folder, and no hub id, whose files are in the hub's cache."""
+        return Path(self.model).is_dir()
+
+    @property
+    def base(self) -> str:
+        """The base model as other programs find it: its hub id, or the absolute path of its folder."""
+        return str(self.folder.resolve() if self.is_local else self.model)
+
+    @property
     def step(self) -> int:
         """How many optimiser steps were done when it was saved."""
         return int(self.metadata.get("step", 0))
