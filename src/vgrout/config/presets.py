@@ -18,7 +18,7 @@ from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, reg
 from vgrout.config.world_names import ORGANISM, VERIFIERS, holds_text
 from vgrout.ground import embedded
 from vgrout.ground.io import Refused, command, did_you_mean, refuse, to_json
-from vgrout.ground.scoring import import_function
+from vgrout.ground.scoring import forget_edited, import_function
 
 _ORGANISM = Config(
     scale=ScaleConfig(
@@ -230,21 +230,26 @@ def import_named(argv: Sequence[str], *, trusted: bool = True, where: str = "") 
         Refused: one line: they are not trusted, or something cannot be imported.
     """
     classes = {flag(name): kind for name, kind in CLASSES.items()}
+    named: list[tuple[str, str]] = []  # flag, and what it names
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
-        kind = classes.get(name)
-        if kind is None and name not in OWN_CODE:
+        if name not in classes and name not in OWN_CODE:
             continue
         for given in listed(value if equals else following):
             refuse(
                 ":" in given and not trusted,
                 f"{where}names code, {name}={given}; if you trust it, add --trust-code",
             )
-            if not re.fullmatch(r"[\w.]+:\w+", given) or given.startswith(f"{VERIFIERS}:"):
-                continue
-            own = import_function(given, name, OWN_CODE.get(name, "module:Class"))
-            if kind is not None:
-                register(kind, own, given, name)
+            if ":" in given:
+                named.append((name, given))
+    modules = [given.removeprefix(f"{VERIFIERS}:").partition(":")[0] for _, given in named]
+    forget_edited(modules)
+    for name, given in named:
+        if not re.fullmatch(r"[\w.]+:\w+", given) or given.startswith(f"{VERIFIERS}:"):
+            continue
+        own = import_function(given, name, OWN_CODE.get(name, "module:Class"))
+        if name in classes:
+            register(classes[name], own, given, name)
 
 
 def _require_world(preset: str, argv: Sequence[str]) -> None:

@@ -9,9 +9,10 @@ They are trusted code and run in this process. What they may ask for by name is 
 library only.
 """
 
+import ast
 import asyncio
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import itertools
 import math
@@ -27,10 +28,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from vgrout.ground.data import Task
-from vgrout.ground.io import Refused, printable
+from vgrout.ground.io import Refused, is_own, printable
 
 T = TypeVar("T")
 
@@ -168,6 +170,73 @@ def weights_of(named: str, flag: str) -> dict[str, float]:
     return weights
 
 
+# ── modules of a user's own, which may be edited while the process lives, as in a notebook
+
+BEGAN = time.time()
+_AS_LOADED: dict[str, str] = {}  # module → sha256 of its file as it was loaded
+
+
+def forget_edited(modules: Sequence[str]) -> None:
+    """Have these modules loaded anew if one of them, or of the user's own modules that they import, was edited since it
+    was loaded. Call it before a run hashes their files, and not while one is under way."""
+    files: dict[str, Path] = {}
+    for name in modules:
+        with suppress(Exception, SystemExit):  # `import_function` will say so
+            _import(name)
+        _add_own(name, files)
+    edited = [name for name, file in files.items() if _is_edited(name, file)]
+    for name, file in files.items() if edited else ():
+        del _AS_LOADED[name], sys.modules[name]
+        package, _, child = name.rpartition(".")
+        if package in sys.modules:
+            vars(sys.modules[package]).pop(child, None)
+        with suppress(OSError):  # it has the time in whole seconds: a quick edit looks the same
+            os.unlink(importlib.util.cache_from_source(file))
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module; the working directory is searched too."""
+    search_here()
+    before = {*sys.modules}
+    module = importlib.import_module(name)
+    for new in sys.modules.keys() - before:
+        file = Path(getattr(sys.modules[new], "__file__", None) or "")
+        if file.is_file() and is_own(str(file)):
+            _AS_LOADED[new] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return module
+
+
+def _is_edited(name: str, file: Path) -> bool:
+    """Whether this module is not what its file says now."""
+    then, now = _AS_LOADED.get(name), hashlib.sha256(file.read_bytes()).hexdigest()
+    _AS_LOADED[name] = now
+    # a module that was imported elsewhere may have been read before its file was written
+    return file.stat().st_mtime >= BEGAN if then is None else then != now
+
+
+def _add_own(name: str, found: dict[str, Path]) -> None:
+    """Add this module and all that it imports, as far as they are loaded and somebody's own, each with its file."""
+    module = sys.modules.get(name)
+    file = Path(getattr(module, "__file__", None) or "")
+    # what a notebook or a script has defined itself stays as it is
+    if name in found or name == "__main__" or not (file.is_file() and is_own(str(file))):
+        return
+    found[name] = file
+    with suppress(SyntaxError, ValueError, ImportError):  # `import_function` will say so
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            imported: list[str] = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = "." * node.level + (node.module or "")
+                base = importlib.util.resolve_name(base, getattr(module, "__package__", ""))
+                imported = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            for word in imported:
+                while word:  # a module comes with its packages
+                    _add_own(word, found)
+                    word = word.rpartition(".")[0]
+
+
 def search_here() -> None:
     """Have modules of the working directory found: a script lacks it, `python -m` does not."""
     if os.getcwd() not in sys.path:
@@ -183,10 +252,9 @@ def import_function(name: str, flag: str, form: str = "module:function") -> Call
     Raises:
         Refused: one line: it cannot be imported or called.
     """
-    search_here()
     module, _, attribute = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function = getattr(_import(module), attribute)
         if not callable(function):
             raise TypeError("it is not a function")
     except (Exception, SystemExit) as e:
