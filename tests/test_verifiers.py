@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from vgrout.commands.check import problems
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
 from vgrout.envs.base import Environment
@@ -54,6 +55,25 @@ def grades(environment, number, *texts):
         found = [grader.submit(row, text).result() for text in texts]
     assert all(isinstance(grade, Grade) for grade in found), found
     return found
+
+
+CHECKED = {  # flags of `vgrout problems check` → exit code, and what it says
+    "": (0, "| 24/24 = 100.0 %"),
+    "--model organism --answers 4 --max-new 8": (0, "of 4 (model)"),
+    '--env-args {"n":2}': (0, "| 2/2 = 100.0 %"),
+    "--reward own_taskset:f": (2, "the taskset's own rewards are the proxy; leave it out"),
+    "own_taskset.py": (2, "give a file of problems, or --env verifiers:NAME, and not both"),
+}
+
+
+@pytest.mark.parametrize("flags", CHECKED)
+def test_its_functions_are_tried_before_anything_is_trained(flags, here, capsys):
+    code, said = CHECKED[flags]
+    assert problems(["check", *NAMED, *flags.split()]) == code
+    output = capsys.readouterr()
+    assert said in output.out + output.err
+    assert problems(["check", *NAMED[:2]]) == 2
+    assert "one of its rewards (names_it, once)" in capsys.readouterr().err
 
 
 def test_its_rewards_are_the_proxy_and_one_of_them_the_reference(here):

@@ -48,10 +48,14 @@ EXAMPLES = 3  # answers that are shown
 class CheckSettings:
     """Validate FILE as a run with --problems FILE would, and try every problem: its canonical solution under the
     reference tests, its flawed check with a wrong answer and with its hack. With --reward and --reference: rows of your
-    own, both functions on a few answers."""
+    own, both functions on a few answers; with --env: a taskset's."""
 
-    file: Annotated[Path, tyro.conf.Positional]
+    file: Annotated[Path | None, tyro.conf.Positional] = None
     """Problem file (JSONL)."""
+    env: str = setting("", form=r"(verifiers:\w[\w./@-]*)?", should="be verifiers:NAME")
+    """verifiers:NAME: prompts and rewards of a taskset, in place of a file."""
+    env_args: str = setting("", needs="env")
+    """Settings of the taskset as a JSON object."""
     test_problems: Path | None = None
     """A file for evaluation alone, as of a run with --test-problems."""
     workers: int | None = setting(None, low=1)
@@ -60,9 +64,9 @@ class CheckSettings:
         "", form=rf"({OWN_REWARD}([\s,]+{OWN_REWARD})*)?", should="be module:function"
     )
     """What training would reward in rows of your own, as in `vgrout train`."""
-    reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
-    """What says whether an answer to such a row is right."""
-    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6, needs="reward")
+    reference: str = ""
+    """What says whether an answer to such a row is right: module:function, or the name of a taskset's reward."""
+    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6, needs="reference")
     """Score of --reward from which on an answer passes."""
     model: str = setting("", needs="reference")
     """Whose answers are graded: a local model folder, a downloaded hub id, or 'organism' (embedded); none: the rows'
@@ -78,15 +82,20 @@ class CheckSettings:
     def __post_init__(self) -> None:
         require(self)
         refuse(
-            bool(self.reward) != bool(self.reference),
+            bool(self.file) == bool(self.env),
+            "give a file of problems, or --env verifiers:NAME" + ", and not both" * bool(self.env),
+        )
+        refuse(
+            not self.env and bool(self.reward) != bool(self.reference),
             "--reward, --reference: the one is not read without the other; give both, or neither for Python functions",
         )
 
 
 def check(settings: CheckSettings) -> int:
     """Check the file. Returns 1 where a problem is not sound, a function fails, or a split is empty."""
-    if settings.reference:
+    if settings.reference or settings.env:
         return check_rows(settings)
+    assert settings.file is not None
     report = code_tools().check_file(settings.file, settings.test_problems, settings.workers)
     print("\n".join([*report.lines, _splits_line(report.splits)]))
     return 0 if report.sound and all(report.splits.values()) else 1
@@ -99,14 +108,17 @@ def check_rows(settings: CheckSettings) -> int:
         Refused: the rows, the functions or the model are wrong, or no answer is at hand.
     """
     env = EnvConfig(
+        env=settings.env or "code",
+        env_args=settings.env_args,
         reward=settings.reward,
         reference=settings.reference,
         reward_passes_at=settings.reward_passes_at,
         pass_reward=1.0,
         thinking=settings.thinking,
     )
-    cfg = Config(env=env, scale=ScaleConfig(problems=str(settings.file)))
-    environment = environment_class("text").of_run(cfg)
+    scale = ScaleConfig(problems=str(settings.file)) if settings.file else ScaleConfig()
+    cfg = Config(env=env, scale=scale)
+    environment = environment_class(env.environment).of_run(cfg)
     refuse(bool(environment.absent), "".join(environment.absent[:1]))
     rows = environment.rows
     graded: list[tuple[Task, str, Grade]] = []
@@ -115,7 +127,7 @@ def check_rows(settings: CheckSettings) -> int:
             asked = rows[0]
             for answer in environment.tried_first():
                 grader.graded(asked, [answer])  # as a run does, before a model is loaded
-            for asked, answers in _answers(settings, rows):
+            for asked, answers in _answers(settings, rows, environment.source):
                 grades = grader.graded(asked, answers)
                 for answer, grade in zip(answers, grades, strict=True):
                     graded.append((asked, answer, grade))
@@ -130,30 +142,34 @@ def check_rows(settings: CheckSettings) -> int:
     return 0
 
 
-def _answers(settings: CheckSettings, rows: Sequence[Any]) -> list[tuple[Any, list[str]]]:
+def _answers(
+    settings: CheckSettings, rows: Sequence[Any], source: str
+) -> list[tuple[Any, list[str]]]:
     """Some rows, each with answers of the model, or where none is named with its own right one.
 
     Raises:
         Refused: no model is named, and no row has an answer.
     """
     if settings.model:
-        return _of_model(settings, rows)
+        return _of_model(settings, rows, source)
     given = [(row, [row.right_answer]) for row in rows if row.right_answer][: settings.answers]
     refuse(
         not given,
-        f"{settings.file}: no row has an `answer` to try the functions on; name a --model that answers",
+        f"{source}: no row has an `answer` to try the functions on; name a --model that answers",
     )
     return given
 
 
-def _of_model(settings: CheckSettings, rows: Sequence[Task]) -> list[tuple[Task, list[str]]]:
+def _of_model(
+    settings: CheckSettings, rows: Sequence[Task], source: str
+) -> list[tuple[Task, list[str]]]:
     """A few rows, each with answers of the model."""
     is_organism = settings.model == ORGANISM
     model = embedded.MODEL_DIR if is_organism else settings.model
     folder = require_model(model)
     if settings.thinking:
         require_thinking(folder)
-    require_fitting([row.messages for row in rows], folder, settings.max_new, str(settings.file))
+    require_fitting([row.messages for row in rows], folder, settings.max_new, source)
     from vgrout.loop import heldout
 
     some = rows[: settings.answers]
