@@ -168,7 +168,7 @@ def test_own_scorer_and_guard(here):
     )
     (here / "mine.py").write_text("def longer(prompt, answer):\n    return 1.0\n")
     # the function's file is part of the plan
-    assert "scorer.sha256" in program(here, "iterative_dpo", *argv, code=2)
+    assert "another scorer" in program(here, "iterative_dpo", *argv, code=2)
     argv[argv.index("o")] = "p"
     program(here, "iterative_dpo", *argv, "--n-problems", "6", code=1)
     assert "ties" in json.loads((here / "p" / "status.json").read_text())["reason"]

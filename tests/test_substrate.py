@@ -292,7 +292,7 @@ BAD = {
     "mixed up": (
         substrate_command,
         ["--model", "organism", "--problems", "p.jsonl"],
-        "go together",
+        "only with --problems organism",
     ),
 }
 

@@ -18,7 +18,9 @@ from judge_server import serving
 from methods import flagged, view
 from organisms import sums_language as language
 from vgrout.commands.check import problems
+from vgrout.commands.distill import main as distill
 from vgrout.commands.evaluate import evaluate
+from vgrout.commands.iterative_dpo import main as iterative_dpo
 from vgrout.config.presets import resolve
 from vgrout.envs import sums
 from vgrout.export.__main__ import main as export
@@ -438,6 +440,32 @@ def test_a_pool_with_thoughts(world, tmp_path, capsys):
     if pairs.exists():
         for pair in json.loads(pairs.read_text()):
             assert pair["prompt"].endswith("<think></think>")
+
+
+@pytest.mark.long
+def test_distillation_and_preference_rounds_on_rows_of_text_with_thoughts(world, capsys):
+    world(OPENS)
+    rows = "--reward own_thoughts:short --reference own_thoughts:even --thinking --threads 1 --max-new 60"
+    few = "--final-n-prompts 3 --final-samples 1 --eval-n-prompts 2 --steps 2 --group 8"
+    argv = ["--teacher", "model", "--student", "model", "--method", "uld", "--temperature", "1"]
+    assert distill([*argv, "--problems", "rows.jsonl", *rows.split(), *few.split()]) == 0
+    (path,) = Path("out/distill").iterdir()
+    few = "--pairs-per-round 10 --rounds 1 --samples 8 --eval-n-prompts 3 --eval-samples 1 --temperature 1"
+    argv = ["--base-model", "model", "--output-dir", "rounds", "--prompts", "rows.jsonl"]
+    assert iterative_dpo([*argv, *rows.split(), *few.split()]) == 0
+    answers = [*lines(path / "rollouts.jsonl"), *lines(Path("rounds/round-01/rollouts.jsonl"))]
+    ended = [row for row in answers if "</think>" in row.get("thought", "")]
+    assert 0 < len(ended) < len(answers)
+    for row in answers:
+        assert row["prompt"].endswith("<think>")
+        assert row["text"] == (
+            parts_of(row["thought"] + row["text"], True).answer if row in ended else ""
+        )
+        assert row["solved"] == (row in ended and len(row["text"]) % 2 == 0)
+    # a run to resume names code
+    (path / "status.json").write_text('{"state": "interrupted", "step": 2}')
+    assert distill(["--resume", str(path)]) == 2
+    assert "give the same --reward, --reference once more" in capsys.readouterr().err
 
 
 @pytest.mark.long

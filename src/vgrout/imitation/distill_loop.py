@@ -115,8 +115,9 @@ class Distillation:
         teacher_model = load_source(task.teacher_model, "--teacher", device, dtype)
         # that holds while both are in memory
         budget = budget_of(cfg, student, beside=task.teacher_model.numbers, full=settings.full)
-        self.student = replace(student, budget=budget)
-        self.teacher_model = replace(teacher_model, budget=budget)
+        asked = {"thinking": cfg.env.thinking, "preserve_thinking": cfg.env.preserve_thinking}
+        self.student = replace(student, budget=budget, **asked)
+        self.teacher_model = replace(teacher_model, budget=budget, **asked)
         self.method = METHODS[settings.method](task, self.student, self.teacher_model)
         self.problems = task.inputs.splits(cfg, self.student, self.teacher_model)
         self.test = self.problems.balanced("test", cfg.eval.final_n_prompts)

@@ -139,7 +139,12 @@ class Rounds:
         device, dtype = device_and_dtype(task.cfg)
         policy = load_source(task.base, "--base-model", device, dtype, adapter=True)
         assert isinstance(policy, Policy)
-        self.policy = replace(policy, budget=budget_of(task.cfg, policy))
+        self.policy = replace(
+            policy,
+            budget=budget_of(task.cfg, policy),
+            thinking=task.cfg.env.thinking,
+            preserve_thinking=task.cfg.env.preserve_thinking,
+        )
         self.base = policy.adapter.state_dict()
         problems = task.inputs.splits(task.cfg, policy)
         self.train = problems.train
@@ -204,7 +209,7 @@ class Rounds:
         An own function whose scores are all within [0, 1] has that range.
         """
         env = self.task.cfg.env
-        if ":" not in self.task.settings.scorer:
+        if ":" not in self.task.settings.scorer and self.task.cfg.of_code:
             return [0.0, env.compile_reward + env.pass_reward]
         if all(0 <= score <= 1 for score in scores):
             return [0.0, 1.0]

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from vgrout.config.checks import Dtype, Group, changed, check, refuse_unread, setting
+from vgrout.config.checks import Dtype, Group, changed, check, flags, refuse_unread, setting
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config, merge_flags
 from vgrout.config.settings import (
@@ -66,6 +66,18 @@ class ImitationSettings:
     one of the seven, or 'own' (each problem's, else in turn)."""
     n_problems: int = 1000
     """Training problems used, at most."""
+    reward: str = ""
+    """What rewards answers to rows of your own, as in `vgrout train`; with --reference."""
+    reference: str = ""
+    """What says whether an answer to such a row is right."""
+    reward_passes_at: float = 1.0
+    """Score of --reward from which on an answer passes."""
+    env: str = setting("code", form=r"code|verifiers:\w[\w./@-]*", should="be verifiers:NAME")
+    """verifiers:NAME: prompts and rewards of a taskset, in place of a file."""
+    env_args: str = ""
+    """Settings of the taskset as a JSON object."""
+    thinking: bool = False
+    """The chat template is told that a thought comes before each answer, as by `vgrout train --thinking`."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     max_new: int | None = None
     """Longest answer, in tokens; none: 512, a miniature's 128."""
@@ -313,7 +325,7 @@ class DistillTask:
         """sha256 of the input files; None where there is no such file."""
         path = self.settings.minillm_pretrain_anchor_path
         return {
-            "problems": file_sha256(self.cfg.problems_path),
+            **self.inputs.environment.hashes(),
             **{name: identity["adapter"] for name, identity in self.models().items()},
             "anchor": file_sha256(Path(path)) if path else None,
         }
@@ -366,6 +378,11 @@ def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSetting
         raise Refused(
             f"run.json: not the settings of a distillation of this version ({e})"
         ) from None
+    code = [name for name in ("env", "reward", "reference") if ":" in getattr(stored, name)]
+    refuse(
+        any(getattr(stored, name) != getattr(requested, name) for name in code),
+        f"--resume {path}: the run names code; give the same {flags(code)} once more to import it",
+    )
     merged, differing = merge_flags(
         requested.flat(), stored.flat(), DistillSettings(resume="-").flat(), free=FREE
     )
@@ -465,7 +482,6 @@ class DpoTask:
     def plan(self) -> Plan:
         """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
         settings, cfg = self.settings, self.cfg
-        embedded = cfg.scale.problems == ORGANISM
         planned = {name: v for name, v in asdict(settings).items() if name not in UNPLANNED}
         planned["max_new"] = cfg.scale.max_new
         planned["optimiser"] = asdict(cfg.opt)
@@ -490,8 +506,8 @@ class DpoTask:
             "schema": "dpo_plan_v1",
             "base_model": {"given": self.base.given, **self.base.identity()},
             "prompts": {
-                "file": cfg.scale.problems if embedded else str(cfg.problems_path),
-                "sha256": file_sha256(cfg.problems_path),
+                "file": self.inputs.environment.source,
+                **self.inputs.environment.hashes(),
             },
             "scorer": {"name": settings.scorer, "sha256": source_sha256(settings.scorer)},
             "settings": planned,
