@@ -9,7 +9,6 @@ They are trusted code and run in this process. What they may ask for by name is 
 library only.
 """
 
-import ast
 import asyncio
 import hashlib
 import importlib.util
@@ -23,12 +22,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from modulefinder import ModuleFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from vgrout.ground.data import Task
@@ -223,18 +223,24 @@ def _add_own(name: str, found: dict[str, Path]) -> None:
         return
     found[name] = file
     with suppress(SyntaxError, ValueError, ImportError):  # `import_function` will say so
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            imported: list[str] = []
-            if isinstance(node, ast.Import):
-                imported = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                base = "." * node.level + (node.module or "")
-                base = importlib.util.resolve_name(base, getattr(module, "__package__", ""))
-                imported = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-            for word in imported:
-                while word:  # a module comes with its packages
-                    _add_own(word, found)
-                    word = word.rpartition(".")[0]
+        code = compile(file.read_bytes(), file, "exec")
+        for word in _imports(code, getattr(module, "__package__", "")):
+            while word:  # a module comes with its packages
+                _add_own(word, found)
+                word = word.rpartition(".")[0]
+
+
+def _imports(code: CodeType, package: str) -> Iterator[str]:
+    """What code of a module in this package imports, in its functions too, by full names."""
+    for kind, found in ModuleFinder().scan_opcodes(code):
+        if kind != "store":
+            *level, names, base = found
+            base = importlib.util.resolve_name("." * sum(level) + base, package)
+            yield base
+            yield from (f"{base}.{name}" for name in names or ())
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _imports(constant, package)
 
 
 def search_here() -> None:
