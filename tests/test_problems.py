@@ -106,6 +106,7 @@ BROKEN = {
     ),
     "bad mode": (record(2, mode="sentinal"), "unknown mode 'sentinal'"),
     "boolean id": (record(True), "'id' should be int"),
+    "an id beyond 53 bits": (record(2**53), "line 2: its id should be a whole number from 0"),
 }
 
 

@@ -21,7 +21,6 @@ from runs import rows, run
 from vgrout.commands.check import problems as check_problems
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
-from vgrout.config.run import Config
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import require_apart
 from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
@@ -185,7 +184,7 @@ WRONG = {
     "not JSON": ([row(0), "{"], "rows.jsonl, line 2: not JSON"),
     "no id": (
         [{"prompt": "x"}],
-        "rows.jsonl, line 1: 'id' should be a whole number, got none: number the rows",
+        "rows.jsonl, line 1: its id should be a whole number from 0 to 2^53 - 1, got None",
     ),
     "an id twice": (
         [row(1), row(1, prompt="y")],
@@ -200,7 +199,7 @@ WRONG = {
         [{"id": 1, "messages": [{"role": "user"}]}],
         "every message needs string",
     ),
-    "a flaw of blanks": ([row(1, flaw="a b")], "'flaw' should be a name of small letters"),
+    "a flaw of blanks": ([row(1, flaw="a b")], "a flaw's name should be small letters"),
     "half a character": (['{"id": 1, "prompt": "\\ud800", "word": ""}'], "half a character"),
     "nothing": ([], "rows.jsonl: no rows in it"),
     "a prompt of blanks": ([row(0, prompt=" \n")], "line 1: its prompt is empty"),
@@ -679,21 +678,6 @@ def test_an_environment_of_ones_own(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rew_s" in done.stdout
     assert "hack_s" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("numbers", "said"),
-    [([], "Own: has no rows"), ([1, 2, 1], "Own: 2 rows have the id 1; each should have its own")],
-)
-def test_rows_of_an_own_environment_are_numbered(numbers, said, world):
-    world()
-    rows = [
-        TextTask(number, ({"role": "user", "content": f"q {i}"},), "x", None, {"word": "a"})
-        for i, number in enumerate(numbers)
-    ]
-    own = type("Own", (TextEnvironment,), {})
-    with pytest.raises(ValueError, match=re.escape(said)):
-        own(Config(), rows, proxy=f"{MODULE}:proxy", reference=f"{MODULE}:gold")
 
 
 def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path):

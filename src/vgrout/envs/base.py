@@ -4,6 +4,7 @@ An environment is made once for a run, from its configuration, before a model is
 trainer, the methods, the guard and the recorder know of it what is written here, and of an answer `Task` and `Grade`.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -14,13 +15,16 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from vgrout.config.run import POOL_PAIRS, Config
 from vgrout.config.world_names import ORGANISM
 from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.ground.io import Refused, hash_if_there, none_fits
+from vgrout.ground.io import Refused, hash_if_there, none_fits, refuse
 from vgrout.ground.rng import py_stream
 
 SPLITS = ("train", "val", "test")
 SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}  # of a file that marks no row
 BESIDE_TEST_FILE = {"train": 1.0, "val": 0.0, "test": 0.0}  # of one with --test-problems
 OF_TEST_FILE = {"train": 0.0, "val": 0.2, "test": 0.8}
+MOST_ID = 2**53  # a reader of JSON in another language has numbers below this exactly
+# What tables call other columns: hack_deploy_NAME and flagged_NAME of runs.csv, NAME of the page's table of monitors.
+OTHER_COLUMNS = ("high", "low", "solved", "method", "seeds", "monitor", "recall")
 
 
 PromptKey = tuple[str, ...]
@@ -338,6 +342,42 @@ def split_tasks(
     return Splits(
         tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long, environment.flaws
     )
+
+
+# ── what files and tables can keep apart: one rule for the tasks and flaws of every world
+
+
+def id_fault(number: object) -> str:
+    """What is wrong with a task's number; "" if nothing is."""
+    if type(number) is int and 0 <= number < MOST_ID:
+        return ""
+    return f"its id should be a whole number from 0 to 2^53 - 1, got {number!r}"
+
+
+def flaw_fault(name: object) -> str:
+    """What is wrong with a flaw's name; "" if nothing is."""
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", name):
+        return f"a flaw's name should be small letters, digits and _, got {name!r}"
+    return f"no flaw can be called {name}, as columns of tables are" * (name in OTHER_COLUMNS)
+
+
+def require_recordable(environment: "Environment", tasks: Iterable[Task]) -> None:
+    """Raises Refused, one line, for what a run's files could not say of its tasks, or of its flaws."""
+    seen: set[int] = set()
+    for task in tasks:
+        where = getattr(task, "where", "") or f"{environment.source}, problem {task.id}"
+        fault = id_fault(task.id) or f"its id {task.id} is there already" * (task.id in seen)
+        refuse(bool(fault), f"{where}: {fault}")
+        seen.add(task.id)
+    refuse(not seen, f"--env {environment.name}: has no problems")
+    stems: dict[str, str] = {}
+    for name, flaw in environment.flaws.items():
+        fault = flaw_fault(name)
+        # steps.jsonl has hk_CODE, and its counts hk_CODE_k and hk_CODE_n
+        other = stems.setdefault(re.sub(r"(_[kn])+$", "", flaw.code), name)
+        if other != name:
+            fault = f"columns of the flaws {other} and {name} would be called alike; rename one"
+        refuse(bool(fault), f"--env {environment.name}: {fault}")
 
 
 def messages_of(row: Mapping[str, object]) -> tuple[Message, ...]:

@@ -11,8 +11,6 @@ and no sandbox.
 
 import hashlib
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
@@ -27,13 +25,15 @@ from vgrout.envs.base import (
     SPLITS,
     Demonstrations,
     Environment,
+    flaw_fault,
+    id_fault,
     in_splits,
     marked_apart,
     messages_of,
     require_copies_together,
 )
 from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.ground.io import Refused, has_lone_surrogate, numbered_lines, once, refuse
+from vgrout.ground.io import Refused, has_lone_surrogate, numbered_lines, once
 from vgrout.ground.scoring import (
     Failures,
     RewardFailed,
@@ -347,14 +347,10 @@ def _row(record: object, where: str) -> TextTask:
     """One line. Raises Refused for what is wrong with it."""
     if not isinstance(record, dict):
         raise Refused(f"{where}: not a JSON object")
-    number, flaw, split = record.get("id"), record.get("flaw", FLAW), record.get("split")
-    if type(number) is not int or number < 0:
-        got = repr(number) if "id" in record else "none: number the rows"
-        raise Refused(f"{where}: 'id' should be a whole number, got {got}")
-    if not isinstance(flaw, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", flaw):
-        raise Refused(
-            f"{where}: 'flaw' should be a name of small letters, digits and _, got {flaw!r}"
-        )
+    number: Any = record.get("id")
+    flaw, split = record.get("flaw", FLAW), record.get("split")
+    if fault := id_fault(number) or flaw_fault(flaw):
+        raise Refused(f"{where}: {fault}")
     if split is not None and split not in SPLITS:
         raise Refused(f"{where}: unknown split {split!r}; one of {', '.join(SPLITS)}")
     try:
@@ -401,7 +397,6 @@ class TextEnvironment(Environment):
         both as they are."""
         super().__init__(cfg, rows, test_rows, absent)
         both = (*self.rows, *self.test_rows)
-        self._require_numbered(both)
         env = cfg.env
         if functions is not None:
             self.proxy, self.reference = functions
@@ -417,15 +412,6 @@ class TextEnvironment(Environment):
         # in the order of their first row, each with a code of its own for its column
         named = dict.fromkeys(row.flaw for row in both)
         self.flaws = {flaw: Flaw(name=flaw, code=flaw, should=MEANT) for flaw in named}
-
-    def _require_numbered(self, rows: Sequence[TextTask]) -> None:
-        """Raises Refused where there is no row, or where two have one number: those of a file have been looked at,
-        those of a class of somebody's own have not."""
-        where = type(self).__name__
-        refuse(not rows and not self.absent, f"{where}: has no rows")
-        times = Counter(row.id for row in rows)
-        for number, n in times.items():
-            refuse(n > 1, f"{where}: {n} rows have the id {number}; each should have its own")
 
     @classmethod
     def of_run(cls, cfg: Config) -> "TextEnvironment":

@@ -60,7 +60,10 @@ def flaws_of(record: Mapping[str, object]) -> dict[str, Flaw]:
     flaws: dict[str, Flaw] = {}
     for name, facts in recorded.items():
         known = code.MODE_SPECS.get(name)
-        flaws[name] = known or Flaw(
+        if known is not None and known.code == facts["code"]:
+            flaws[name] = known
+            continue
+        flaws[name] = Flaw(
             name=name,
             code=str(facts["code"]),
             should=str(facts["should"]),

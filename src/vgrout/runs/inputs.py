@@ -24,7 +24,7 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.direction.pairs import check_file as check_direction
-from vgrout.envs.base import Environment, Grader, Splits, split_tasks
+from vgrout.envs.base import Environment, Grader, Splits, require_recordable, split_tasks
 from vgrout.envs.worlds import environment_class
 from vgrout.ground.data import Task
 from vgrout.ground.io import Refused, hash_if_there, hash_of_files, hash_of_folder, once
@@ -149,6 +149,9 @@ def read_inputs(cfg: Config) -> Inputs:
     pool = read(absent, lambda folder: load_pool(folder, (*environment.flaws,)), cfg.pool_path)
     if pool is not None and cfg.mixes:
         check_rewards(cfg, pool)
+    if not environment.absent:
+        parts = environment.tasks(pool).values()
+        require_recordable(environment, [task for part in parts for task in part])
     if environment.prompts:
         check_held_out(cfg, environment, pool)
     pairs, placebo = read_pairs(cfg, absent, environment)

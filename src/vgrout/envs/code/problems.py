@@ -17,7 +17,7 @@ from loguru import logger
 
 from vgrout.config.world_names import CODE_ONLY, is_row_of_text
 from vgrout.envs import base
-from vgrout.envs.base import SPLITS, in_splits, messages_of
+from vgrout.envs.base import SPLITS, id_fault, in_splits, messages_of
 from vgrout.envs.code.grading.check import (
     Failure,
     check_flaws,
@@ -117,6 +117,8 @@ _CALLED = re.compile(r"\b(\w+)\s*\(")  # the names that a test calls
 def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a line, in this order: a check presumes those before it."""
     yield from _key_faults(record)
+    if fault := id_fault(record["id"]):
+        yield fault
     if has_lone_surrogate(json.dumps(record, ensure_ascii=False)):
         yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
     try:
