@@ -34,10 +34,6 @@ smoke-vanilla *flags: (smoke "--intervention=none" flags)
 # the same with the hack-ward part of the gradient erased
 smoke-projected *flags: (smoke "--intervention=erase" flags)
 
-# what a default run leaves off, killed three times and resumed (minutes); bf16, a GPU and a LeetCode file need the real model
-smoke-rest arm="route2":
-    uv run pytest -n0 -m slow tests/test_faults.py -k "repeated_kills and {{arm}}"
-
 # the documents' four interventions, twice: caches cold, then warm, in a new folder below out/ (eight minutes)
 smoke-all *flags:
     #!/usr/bin/env bash
@@ -49,10 +45,6 @@ smoke-all *flags:
         uv run --project "{{justfile_directory()}}" python -m vgrout.train smoke --intervention=$name {{flags}}
     done
     echo "runs and caches: $folder"
-
-# the experiment in miniature, one run (one to two minutes on two cores)
-mini *flags:
-    {{py}} vgrout.train mini {{flags}}
 
 # SmolLM2-135M from download to report and export, under plain GRPO and route2 (half an hour on two cores)
 small:
@@ -79,10 +71,6 @@ tutorial:
 study name *flags:
     {{ if flags =~ "--dry-run|--help" { "true" } else { "studies/prepare.sh " + name } }}
     {{py}} vgrout.sweep studies/{{name}}.toml {{flags}}
-
-# finished runs as a report with intervals, figures and a rollout reader: folders of runs or sweeps (under a minute)
-report *sources:
-    {{py}} vgrout.report {{sources}}
 
 # an organism that has begun to hack: the shipped one, or another build, after 15 steps of plain GRPO
 warm seed="40" to="out/warm" organism="src/vgrout/organism/data":
@@ -132,34 +120,6 @@ probe-mixed *flags:
 # every method and the ceiling at the benchmark's scale, five seeds, in a pueue queue (hours a run)
 queue-full *flags:
     {{py}} vgrout.sweep studies/full.toml --via pueue {{flags}}
-
-# rebuild the embedded organism from its seed, or another one with --out and --seed (ten minutes)
-organism-build *flags:
-    uv run vgrout organism build {{flags}}
-
-# check the shipped organism against its hashes and its first training losses (seconds)
-organism-verify:
-    uv run vgrout organism verify
-
-# reverse KL on the student's own samples takes a hack out of a model, and puts one in (teacher: a run directory; a minute)
-distill teacher *flags:
-    uv run vgrout distill --teacher {{teacher}} {{flags}}
-
-# preference rounds: against a flawed scorer they raise the hack, against a strict one the skill (a few minutes)
-dpo out scorer="flawed" *flags:
-    uv run vgrout iterative_dpo --base-model organism --output-dir {{out}} --scorer {{scorer}} {{flags}}
-
-# runs of every intervention killed at random moments and inside saves: the resumed rows and weights are the same (many minutes)
-kills:
-    uv run pytest -m slow tests/test_faults.py -k kill
-
-# what isolation this machine gives the sandbox, with a self-test (under 10 s)
-doctor:
-    uv run vgrout doctor
-
-# one measured claim: step (against TRL), real --model DIR, gpu, grading (ten minutes on a quiet machine; --quick: fewer rounds)
-bench name *flags:
-    uv run --extra bench python -m benchmarks {{name}} {{flags}}
 
 # the documents as a site in out/site, strictly: a dead link is an error (seconds)
 site:

@@ -167,7 +167,7 @@ def recipes():
         text=True,
         check=True,
     )
-    needed = {"name": "tutorial", "n": "5", "teacher": "out/warm", "out": "out/dpo"}
+    needed = {"name": "tutorial", "n": "5"}
     found = {}
     for name, recipe in json.loads(dumped.stdout)["recipes"].items():
         parameters = recipe["parameters"]
