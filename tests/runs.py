@@ -26,94 +26,48 @@ from vgrout.train import main
 ARMS = ("none", "erase", "route", "route2")
 READS = "screen-detector"  # stands for all of PAIRS whose monitor reads texts
 # the documents' own route2: a quarantine in every module, each of which decides by itself
-SHARED = ["--quarantine", "shared", "--rollout-ablate-frac", "0"]
-PER_MODULE = ["route2", *SHARED, "--no-rebaseline"]
-VOTES = ["--gate-modules", "all", "--gate-vote", "module"]
-BY_LABELS = ["--seed-monitor", "labels", "--known-modes", "exit_code"]
+SHARED = "--quarantine shared --rollout-ablate-frac 0"
+PER_MODULE = f"route2 {SHARED} --no-rebaseline"
+PROBE = "--monitor online_probe --seed-monitor labels --known-modes exit_code"
 # Every monitor and every intervention that reads flags: name → flags. Other pairs combine the same
 # classes (test_method.py).
-PAIRS: dict[str, list[str]] = {
-    "route2-per-module": [*PER_MODULE, *VOTES, "--vhack-refresh-every", "2"],
-    "route2-band": [
-        *PER_MODULE,
-        *["--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
-    ],
-    "route2-labels": ["route2", *SHARED, "--monitor", "labels", "--rebaseline"],
-    "route2-online-probe": [
-        *(*PER_MODULE, "--monitor", "online_probe", *BY_LABELS),
-        *("--quarantine", "block:2", "--monitor-quantile", "0.9"),
-    ],
-    "screen-detector": ["screen", "--monitor", "detector"],
-    "screen-source": ["screen", "--monitor", "source"],
-    "penalty-syntax-edge": ["penalty", "--monitor", "syntax_edge", "--shadow", "labels"],
+PAIRS = {
+    "route2-per-module": f"{PER_MODULE} --gate-modules all --gate-vote module --vhack-refresh-every 2",
+    "route2-band": f"{PER_MODULE} --monitor band --gate-vote rollout --vhack-refresh-every 2",
+    "route2-labels": f"route2 {SHARED} --monitor labels --rebaseline",
+    "route2-online-probe": f"{PER_MODULE} {PROBE} --quarantine block:2 --monitor-quantile 0.9",
+    "screen-detector": "screen --monitor detector",
+    "screen-source": "screen --monitor source",
+    "penalty-syntax-edge": "penalty --monitor syntax_edge --shadow labels",
 }
 # Runs of settings that no other golden run has: name → flags.
-SETTINGS: dict[str, list[str]] = {
-    "none-kl": ["none", "--beta", "0.05"],
-    "route2-icepop": ["route2", "--quarantine", "block:-3", "--loss", "icepop"],
+SETTINGS = {
+    "none-kl": "none --beta 0.05",
+    "route2-icepop": "route2 --quarantine block:-3 --loss icepop",
 }
 # … those of PAIRS that are given true labels
 LABELLED = ("route2-labels", "route2-online-probe")
-DISTILLED = [
-    *[
-        "distill",
-        "--teacher",
-        "teacher.safetensors",
-        "--steps",
-        "4",
-        "--final-samples",
-        "1",
-        "--prompts-per-step",
-        "2",
-    ],
-    *["--group", "2", "--eval-n-prompts", "2", "--final-n-prompts", "6"],
-]
+DISTILLED = (
+    "distill --teacher teacher.safetensors --steps 4 --final-samples 1 --prompts-per-step 2 --group 2 "
+    "--eval-n-prompts 2 --final-n-prompts 6"
+).split()
 # Distillation of `teach`'s adapter and rounds of DPO: name → command line.
 IMITATIONS: dict[str, list[str]] = {
-    "distill-minillm": [*DISTILLED, "--minillm-teacher-mix-ratio", "0", "--eval-every", "2"],
+    "distill-minillm": [*DISTILLED, *"--minillm-teacher-mix-ratio 0 --eval-every 2".split()],
     "distill-minillm-mixed": DISTILLED,
     "distill-minillm-full": [*DISTILLED, "--full"],
     "distill-uld": [*DISTILLED, "--method", "uld"],
     "distill-uld-topk": [
         *DISTILLED,
-        *["--method", "uld", "--uld-strategy", "topk_align", "--uld-top-k", "8"],
+        *"--method uld --uld-strategy topk_align --uld-top-k 8".split(),
     ],
-    "dpo": [
-        *[
-            "iterative_dpo",
-            "--base-model",
-            "organism",
-            "--output-dir",
-            "out/dpo/o",
-            "--rounds",
-            "2",
-        ],
-        *[
-            "--pairs-per-round",
-            "10",
-            "--samples",
-            "4",
-            "--eval-n-prompts",
-            "6",
-            "--eval-samples",
-            "1",
-        ],
-        *["--warmup-frac", "0", "--pairs-per-step", "5", "--epochs", "2"],
-    ],
+    "dpo": (
+        "iterative_dpo --base-model organism --output-dir out/dpo/o --rounds 2 --pairs-per-round 10 --samples 4 "
+        "--eval-n-prompts 6 --eval-samples 1 --warmup-frac 0 --pairs-per-step 5 --epochs 2"
+    ).split(),
 }
-SMALL = [
-    "--steps",
-    "5",
-    "--group",
-    "4",
-    "--prompts-per-step",
-    "2",
-    "--final-n-prompts",
-    "6",
-    "--final-samples",
-    "1",
-]
-QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
+SMALL = "--steps 5 --group 4 --prompts-per-step 2 --final-n-prompts 6 --final-samples 1".split()
+QUIET = "--eval-ablate-every 0 --vhack-refresh-every 2".split()
 TIMES = ("gen", "grade", "fb", "eval", "sec")
 # watch: the guard reads each evaluation
 EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")
@@ -134,9 +88,10 @@ def once(argv):
 def flags(method, *more):
     """The command line of a small run of one of ARMS, PAIRS or SETTINGS."""
     own = {"none": [], "route2": ["--quarantine=block:-3"]}.get(method, QUIET[2:])
-    intervention, *own = (PAIRS | SETTINGS).get(method, [method, *own])
+    if known := (PAIRS | SETTINGS).get(method):
+        method, *own = known.split()
     return once(
-        ["smoke", "--intervention", intervention, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
+        ["smoke", "--intervention", method, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
     )
 
 

@@ -41,30 +41,19 @@ from vgrout.runs.run_dir import RunDir, steps_on_disk
 from vgrout.sweep.entry import Ledger
 from vgrout.train import main
 
-TINY = [
-    "--threads",
-    "1",
-    "--group",
-    "4",
-    "--prompts-per-step",
-    "2",
-    "--final-n-prompts",
-    "1",
-    "--final-samples",
-    "1",
-]
+TINY = "--threads 1 --group 4 --prompts-per-step 2 --final-n-prompts 1 --final-samples 1".split()
 DETECTORS = ["--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled"]
-GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup=2"]
+GUARD = "--eval-ablate-every 2 --eval-n-prompts 2 --guard-warmup=2".split()
 KILLS = 3  # per intervention
 # What a default run leaves off: a KL term, the split by detectors, demonstrations that end, an
 # ablated slice, a probe.
-REST = ["--beta", "1e-3", "--report-detectors", "E,C", "--teacher-off-step", "5"]
+REST = "--beta 1e-3 --report-detectors E,C --teacher-off-step 5".split()
 OF_ITS_OWN = {
     "none": [],
     "erase": [],
     "route": ["--rollout-ablate-frac", "0.5"],
     "route2": ["--rollout-ablate-frac", "0.5"],
-    "screen": ["--monitor", "online_probe", "--seed-monitor", "detector"],
+    "screen": "--monitor online_probe --seed-monitor detector".split(),
 }
 
 
