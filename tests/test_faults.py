@@ -480,7 +480,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     """Any KL at all is above 1e-12: the guard must fire at the first evaluation after the warm-up."""
     argv = f"smoke --intervention {intervention} --steps 5 --checkpoint-every 1".split()
     argv += [*more, *TINY, *GUARD]
-    argv += ["--guard-halt-on", "kl", "--kl-hard-stop", "1e-12", "--guard"]
+    argv += "--guard-halt-on kl --kl-hard-stop 1e-12 --guard".split()
     path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)
     assert end["state"] == "halted"
@@ -524,15 +524,15 @@ def test_a_detector_halts(tmp_path, monkeypatch):
     path = run(tmp_path, *bare("none", *echo), code=3)
     assert "detector echo says HACK" in status(path)["reason"]
     monkeypatch.chdir(tmp_path)
-    assert main(["smoke", "--resume", "latest", "--threads", "1"]) == 2
-    assert main(["smoke", "--resume", "latest", "--threads", "1", "--guard", "log"]) == 0
+    assert main("smoke --resume latest --threads 1".split()) == 2
+    assert main("smoke --resume latest --threads 1 --guard log".split()) == 0
     assert len(rows(path)) == 4
 
 
 @pytest.mark.long
 def test_a_collapse_is_a_divergence(tmp_path):
     """A learning rate of 1000 destroys the model."""
-    high = ["--lr", "1000", "--grad-clip", "1e9", "--warmup-frac", "0", "--guard", "log"]
+    high = "--lr 1000 --grad-clip 1e9 --warmup-frac 0 --guard log".split()
     argv = bare("none", *high, steps=20)
     path = run(tmp_path, *argv, code=4)
     assert status(path)["state"] == "diverged"
@@ -873,7 +873,7 @@ def test_three_nonfinite_steps_end_the_run(tmp_path, monkeypatch):
     assert "3 steps in a row" in end["reason"]
     assert not latest(path).state["adapter"]["delta_S"].any()
     monkeypatch.chdir(tmp_path)
-    assert main(["smoke", "--resume", "latest", "--threads", "1"]) == 4
+    assert main("smoke --resume latest --threads 1".split()) == 4
 
 
 @pytest.mark.long

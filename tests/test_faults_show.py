@@ -60,7 +60,7 @@ WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
     "problems": ("vgrout.commands.check.code_tools", ["check", "problems.jsonl"]),
     "grade": (
         "vgrout.commands.check.code_tools",
-        ["answers.jsonl", "--problems", "problems.jsonl", "--out", "new"],
+        "answers.jsonl --problems problems.jsonl --out new".split(),
     ),
     "organism": ("organisms.__main__.Files", ["verify"]),
     "download": ("vgrout.commands.download.require_new", ["dataset", "x", "--out", "new"]),

@@ -85,7 +85,7 @@ def test_run_ids(argv, run_id):
 
 
 def test_lists_in_flags():
-    words = ["smoke", "--teacher-modes", "a", "b", "--steps", "3"]
+    words = "smoke --teacher-modes a b --steps 3".split()
     assert joined(words) == ["smoke", "--teacher-modes=a,b", "--steps", "3"]
     assert joined(["smoke", "--teacher-modes=a", "b"]) == ["smoke", "--teacher-modes=a,b"]
     assert resolve(["smoke", "--report-detectors", "e", "c"]).env.report_detector_codes == [

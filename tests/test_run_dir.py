@@ -277,13 +277,7 @@ def test_ranks_that_torchrun_has_not_started_are_refused(monkeypatch):
 def test_a_run_in_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
     """--output-dir: out/runs is not made, a second run is refused, and a refused run leaves nothing."""
     monkeypatch.chdir(tmp_path)
-    small = [
-        "smoke",
-        "--intervention=none",
-        "--steps=1",
-        "--final-n-prompts=6",
-        "--final-samples=1",
-    ]
+    small = "smoke --intervention=none --steps=1 --final-n-prompts=6 --final-samples=1".split()
     argv = [*small, "--output-dir=exp/a"]
     assert train.main(argv) == 0
     run = tmp_path / "exp" / "a"

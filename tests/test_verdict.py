@@ -153,7 +153,7 @@ def test_what_was_not_graded_is_said_once():
 
 
 def test_groups_that_were_not_graded_are_counted_of_all_that_were_asked():
-    cfg = resolve(["smoke", "--intervention", "none", "--prompts-per-step", "3"])
+    cfg = resolve("smoke --intervention none --prompts-per-step 3".split())
     rows = [SimpleNamespace(dropped=n) for n in (2, 0, 1, 0)]
     (line,) = dropped_lines(cfg, rows, ended())
     assert line.startswith("dropped: 3 of 12 groups were not graded")
