@@ -435,12 +435,13 @@ def test_small_disk_is_refused(stopped, small_disk, monkeypatch, capsys):
 def test_vanished_folder(tmp_path):
     process = start(tmp_path, *bare("none", steps=300))
     # at once for the run
-    shutil.rmtree(wait_for_steps(tmp_path, 2, process).rename(tmp_path / "gone"))
+    path = wait_for_steps(tmp_path, 2, process)
+    shutil.rmtree(path.rename(tmp_path / "gone"))
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1, output
     assert "Traceback" not in output
-    assert "files of the run cannot be written" in output
-    assert "there is no checkpoint" in output
+    assert f"{path} is gone: deleted or renamed" in output
+    assert "--resume" not in output.rpartition("is gone")[2]
 
 
 @pytest.mark.long

@@ -1,10 +1,13 @@
 """Files of a run: atomic writes, refusals, checkpoints that are complete or absent."""
 
 import fcntl
+import importlib
 import json
 import os
 import random
+import re
 import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +15,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loguru import logger
 
+from fake_runs import fake_run
 from vgrout import train
+from vgrout.__main__ import WHERE
 from vgrout.config.run import Config
 from vgrout.config.settings import RunConfig
 from vgrout.ground import ranks
@@ -22,19 +30,23 @@ from vgrout.ground.io import (
     Halted,
     Interrupted,
     NothingRouted,
+    Refused,
     atomic_folder,
     held,
+    make_folder,
     refuse,
     to_json,
     write_atomic,
 )
+from vgrout.ground.ranks import RankLost
 from vgrout.ground.records import unfinished
 from vgrout.model.load import load
 from vgrout.runs import checkpoint, run_dir
-from vgrout.runs.context import git
+from vgrout.runs.context import RunContext, git
 from vgrout.runs.inputs import source_of
 from vgrout.runs.launch import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.run_dir import RunDir, last_resumable, steps_on_disk
+from vgrout.runs.tracking import Trackers
 
 
 @pytest.fixture
@@ -69,6 +81,90 @@ def test_a_folder_that_somebody_makes_meanwhile_is_never_taken(tmp_path, monkeyp
         RunDir.create("smoke_none_seed1", tmp_path) as second,
     ):
         assert first.path != second.path
+
+
+# where a link leads nowhere, and a command that would write behind it
+DEAD = {
+    "out": "train smoke --intervention none",
+    "out/runs": "train smoke --intervention none",
+    "logs": "train smoke --intervention none",
+    "disk": "train smoke --intervention none --output-dir disk/x",
+    "disk/deep": "report runs --out disk/deep/x/y",
+    "out/sweeps": "sweep study.toml",
+    "out/vhack": "direction --model organism",
+    "pools": "teacher --model organism --out pools/new",
+    "hub": "download dataset some/rows --out hub/rows.jsonl",
+    "dpo": "iterative_dpo --base-model organism --output-dir dpo/new",
+}
+STUDY = 'preset = "smoke"\nseeds = [1]\n[[arms]]\nintervention = "none"\n'
+
+
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("link", DEAD)
+def test_a_link_that_leads_nowhere_is_named_before_anything_is_loaded(
+    link, loops, tmp_path, monkeypatch, capsys
+):
+    """A disk that is not mounted, or a link to itself: one line, by the plan too, and no run that spins for ever."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(load, "run_policy", lambda _: pytest.fail("a model is loaded"))
+    fake_run(tmp_path / "runs", "--intervention=none")
+    Path("study.toml").write_text(STUDY)
+    place = tmp_path / link
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(place if loops else tmp_path / "not" / "mounted")
+    name, *argv = DEAD[link].split()
+    module, _, function = WHERE[name].partition(":")
+    for more in ([], ["--dry-run"]) if name in ("train", "sweep") else ([],):
+        monkeypatch.setattr("sys.argv", [name, *argv, *more])
+        assert getattr(importlib.import_module(module), function)() == 2
+        line = f"E {place}: a link to {os.readlink(place)}, which is not there; "
+        said = capsys.readouterr().err
+        assert said.startswith(line)
+        assert said.count("\n") == 1
+    assert not [*tmp_path.glob("out/runs/*")]
+
+
+@given(st.lists(st.sampled_from(["folder", "good"])), st.sampled_from(["", "file", "dead", "loop"]))
+def test_a_folder_is_made_or_it_is_said_why_not(way, last):
+    """Below folders, and links to folders, of any depth."""
+    with tempfile.TemporaryDirectory() as root:
+        path = Path(root)
+        for depth, kind in enumerate(way):
+            (target := Path(root) / f"to{depth}").mkdir()
+            path = path / f"{kind}{depth}"
+            path.mkdir() if kind == "folder" else path.symlink_to(target)
+        new = path / last / "a" / "b"
+        if not last:
+            make_folder(new)
+            assert new.is_dir()
+        elif last == "file":
+            (path / last).touch()
+            with pytest.raises(NotADirectoryError):
+                make_folder(new)
+        else:
+            (path / last).symlink_to({"dead": "not/mounted", "loop": last}[last])
+            with pytest.raises(Refused, match=re.escape(f"{path / last}: a link to ")):
+                make_folder(new)
+
+
+ENDED = [OSError(28, "No space"), FileNotFoundError(2, "gone"), RankLost("x"), MemoryError("x")]
+
+
+@pytest.mark.parametrize("ending", [*ENDED, KeyboardInterrupt(), Interrupted("x"), Halted("x")])
+def test_nobody_is_sent_on_to_a_folder_that_is_gone(ending, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = RunContext.begin(
+        "train smoke", None, "x", cast(Any, None), record={}, trackers=Trackers()
+    )
+    run.__enter__()
+    run.started()
+    run.path.rename(tmp_path / "renamed")
+    run.__exit__(type(ending), ending, None)  # not raised here: this file is somebody's own code
+    logger.remove()
+    assert run.code == 1
+    said = "".join(capsys.readouterr())
+    assert f"{run.path} is gone" in said
+    assert "--resume" not in said
 
 
 def test_nan_never_reaches_a_file():

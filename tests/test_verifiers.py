@@ -304,7 +304,7 @@ def test_without_the_package(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("sys.path", [p for p in sys.path if not (Path(p) / "verifiers").is_dir()])
-    with pytest.raises(Refused, match="uv sync --extra verifiers"):
+    with pytest.raises(Refused, match="uv sync --inexact --extra verifiers"):
         made(*NAMED)
     (tmp_path / "verifiers").mkdir()
     (tmp_path / "verifiers" / "__init__.py").write_text("class SingleTurnEnv: pass")

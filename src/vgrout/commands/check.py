@@ -29,7 +29,15 @@ from vgrout.config.world_names import ORGANISM
 from vgrout.envs.worlds import code_tools, environment_class
 from vgrout.ground import console, embedded
 from vgrout.ground.data import Grade, Task
-from vgrout.ground.io import atomic_open, printable, raised_by_own, refuse, require_new, show_fault
+from vgrout.ground.io import (
+    atomic_open,
+    make_folder,
+    printable,
+    raised_by_own,
+    refuse,
+    require_new,
+    show_fault,
+)
 from vgrout.ground.metrics import Rate, rate_text
 from vgrout.ground.scoring import RewardFailed
 from vgrout.model.load.source import require_fitting, require_model, require_thinking
@@ -252,7 +260,7 @@ def grade_file(config: GradeSettings) -> int:
     if config.answers.is_file():
         with open(config.answers, "rb") as f:
             expected = sum(1 for line in f if line.strip())
-    config.out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(config.out.parent)
     n = errors = 0
     with (
         tools.Grader(

@@ -34,6 +34,7 @@ from vgrout.ground.io import (
     cannot_import,
     command,
     file_sha256,
+    make_folder,
     one_line,
     out_of_memory,
     probe_writable,
@@ -85,7 +86,7 @@ def ensure(path: Path, expected: str, source: str) -> str:
         where = "the file that is there" if there else "what came from the network"
         raise Refused(f"{path}: {where} has git blob {blob[:12]}…, not {expected}…; {put}")
     if not there:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_atomic(path, content)
     line = f"{path}: {_count(path)} problems, git blob {blob[:12]}"
     return f"{line} (was there)" if there else line
@@ -182,7 +183,7 @@ def dataset(
         given = {column: value for column, value in row.items() if value is not None}
         lines.append(json.dumps(given, ensure_ascii=False, default=str) + "\n")
     unchecked = out.with_name(f"{out.name}.unchecked")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     write_atomic(unchecked, "".join(lines))
     try:
         n = _count(unchecked)
@@ -207,7 +208,7 @@ def gguf(file: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -
         raise Refused(f"{file}: no such file")
     folder = out or SMOLLM2.with_name(file.stem)
     require_new(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf.") as work:
         convert(file, Path(work) / "model")
         os.replace(Path(work) / "model", folder)
@@ -239,7 +240,7 @@ def smollm2() -> int:
         source = f"{HUB_SMOLLM2} from the hub, 270 MB"
     probe_writable(SMOLLM2.parent, "out/models")
     print(f"{source} …")
-    SMOLLM2.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(SMOLLM2.parent)
     with tempfile.TemporaryDirectory(dir=SMOLLM2.parent, prefix=".smollm2.") as work:
         fetched = Path(work) / "model"
         if why:

@@ -9,7 +9,7 @@ import sys
 
 from vgrout.config.cli import cli_exit, parse_command
 from vgrout.ground import console
-from vgrout.ground.io import command, to_json
+from vgrout.ground.io import command, make_folder, to_json
 from vgrout.ground.machine import cores
 from vgrout.imitation.tasks import DpoSettings, freeze, prepare_rounds
 from vgrout.runs.context import FINISHED, NOTHING, RunContext
@@ -29,7 +29,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
     workers, retries = settings.workers or cores(), task.cfg.run.max_error_retries
     with task.inputs.environment.grader(workers, retries) as grader:
         task.inputs.environment.check(grader)
-        settings.output_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(settings.output_dir)
         with RunDir.reopen(settings.output_dir) as folder:
             plan = freeze(task)
             if settings.plan_only:

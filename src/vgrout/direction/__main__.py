@@ -16,7 +16,7 @@ from vgrout.direction.pairs import (
     pairs_from_pool,
 )
 from vgrout.ground import embedded
-from vgrout.ground.io import probe_writable, refuse, require_new, write_atomic
+from vgrout.ground.io import make_folder, probe_writable, refuse, require_new, write_atomic
 from vgrout.model.load.source import require_model
 
 
@@ -95,7 +95,7 @@ def _command(settings: ExtractionSettings) -> int:
     if settings.pairs_out is not None:
         # A direction is cached by the content and the source of its pairs. The run that loads this
         # file has the file as its source, so the direction is extracted from the file too.
-        settings.pairs_out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(settings.pairs_out.parent)
         write_atomic(settings.pairs_out, pairs.to_file().encode())
         pairs = load_pairs(settings.pairs_out)
     direction = extract.extract(policy, pairs, settings.top_k, settings.tau_axis)

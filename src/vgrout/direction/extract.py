@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SHARED_SCHEMA, Meta, PairSet
 from vgrout.ground import ranks
-from vgrout.ground.io import Refused, write_atomic
+from vgrout.ground.io import Refused, make_folder, write_atomic
 from vgrout.ground.tensor_types import Directions
 from vgrout.model.layout import Packed
 from vgrout.model.load.source import shapes_of
@@ -319,7 +319,7 @@ def save(direction: Direction, path: Path) -> None:
     for module, axes in direction.axes.items():
         for prefix, field in _TENSORS.items():
             tensors[prefix + module] = getattr(axes, field).contiguous()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_atomic(path, to_safetensors(tensors, direction.meta.to_strings()))
 
 

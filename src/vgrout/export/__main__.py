@@ -25,7 +25,7 @@ from vgrout.config.cli import cli_exit, parse_command
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
 from vgrout.ground import console
-from vgrout.ground.io import Refused, existing, require_new
+from vgrout.ground.io import Refused, existing, make_folder, require_new
 from vgrout.model.load.saved import find_adapter
 
 
@@ -76,7 +76,7 @@ def export_run(settings: ExportSettings) -> str:
             folder = Path(work) / out.name
             folder.mkdir()
             content = _write(settings, folder)
-            out.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(out.parent)
             os.replace(folder, out)
     except (OSError, SafetensorError) as e:  # the latter too where a disk is full
         why = e.strerror if isinstance(e, OSError) and e.strerror else e

@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TextIO, TypeVar
 from loguru import logger
 from tqdm import tqdm
 
-from vgrout.ground.io import drop_stdout, printable, spelled
+from vgrout.ground.io import drop_stdout, make_folder, printable, spelled
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class LogFile:
     stop a run or bury the reason under tracebacks."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._path = path
         self._file: TextIO | None = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 

@@ -283,7 +283,7 @@ def atomic_folder(path: Path, replace: bool = False) -> Generator[Path]:
     replace: take the place of a folder that is there, which is missing for a moment between two renames. Else that is
     an OSError.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     old = path.with_name(f".{path.name}.old.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -335,14 +335,29 @@ def to_json(data: object) -> str:
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that exists. Raises Refused where the working folder was removed."""
+    """`folder`, or the nearest folder above it that exists. Raises Refused where the working folder was removed, or a
+    link on the way leads nowhere."""
     try:
         there = folder.absolute()
     except FileNotFoundError:
         raise Refused("the working folder is gone; change to one that exists") from None
     while not there.exists():
+        if there.is_symlink():
+            raise Refused(
+                f"{there}: a link to {os.readlink(there)}, which is not there; mount its disk, or remove the link"
+            )
         there = there.parent
     return there
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, unless it is there, and those above it. Raises Refused, one line, where a link on the way leads
+    nowhere."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        existing(folder)
+        raise
 
 
 def probe_writable(folder: Path, flag: str = "") -> None:
@@ -606,7 +621,7 @@ def file_sha256(path: Path) -> str:
 
 def write_json(path: Path, value: object) -> None:
     """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     path.write_text(
         json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8", "backslashreplace"
     )

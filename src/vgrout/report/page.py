@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 
-from vgrout.ground.io import printable, read_json, write_atomic
+from vgrout.ground.io import make_folder, printable, read_json, write_atomic
 from vgrout.ground.metrics import percent
 from vgrout.report.conclusions import conclusion, from_plain, level
 from vgrout.report.figures import pictures
@@ -123,7 +123,7 @@ def write(
     files: dict[str, str | bytes] = {"report.html": page, **csv_files(found)}
     for name, _, png in figures:
         files[f"figures/{name}.png"] = png
-    (out / "figures").mkdir(parents=True, exist_ok=True)
+    make_folder(out / "figures")
     for name, data in files.items():
         write_atomic(out / name, data)
     for name in OPTIONAL:

@@ -334,6 +334,9 @@ class RunContext:
         again = self.resume_command
         # whatever somebody's own code raises is their fault to see, and not the disk's
         own = raised_by_own(e)
+        if not own and not self.path.is_dir():
+            gone = f"{self.path} is gone: deleted or renamed while the run wrote to it"
+            return gone, "", gone
         match e:
             case None:
                 return "", f"read {self.path / 'summary.md'}", ""
@@ -359,7 +362,7 @@ class RunContext:
                 return str(e), again, str(e)
             case RankLost():
                 return str(e), again, f"{e}; {self._go_on()}"
-            case OSError() if not own and (e.errno in STORAGE or not self.path.is_dir()):
+            case OSError() if not own and e.errno in STORAGE:
                 return self._of_storage(e)
         if memory := out_of_memory(e):
             less = "with more memory, or start again with a lower --max-new"

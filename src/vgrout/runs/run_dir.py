@@ -24,6 +24,7 @@ from vgrout.ground.io import (
     Refused,
     held,
     hold,
+    make_folder,
     probe_writable,
     read_json,
     regular,
@@ -63,7 +64,8 @@ class RunDir:
             path = given or root / next(names)
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             try:
-                path.mkdir(parents=True)
+                make_folder(path.parent)
+                path.mkdir()
             except FileExistsError:  # another process has just made it
                 require_new(given, "--output-dir")
             else:

@@ -29,6 +29,7 @@ from vgrout.ground.io import (
     Refused,
     held,
     hold,
+    make_folder,
     probe_writable,
     read_json,
     reading_once,
@@ -377,6 +378,8 @@ def run_study(settings: SweepSettings) -> int:
         len(gpus) > 0 and (settings.jobs or 0) > len(gpus),
         f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}",
     )
+    logs = sweep.folder / "logs"
+    probe_writable(logs)
     if settings.dry_run:
         slots = f"{settings.jobs or len(gpus) or cores()} at a time"
         if gpus:
@@ -389,9 +392,7 @@ def run_study(settings: SweepSettings) -> int:
     # a client or a cluster that is not there is refused before anything is written
     queue = Pueue(gpus) if settings.via == "pueue" else None
     with closing(_workers(settings, gpus)) as workers:
-        logs = sweep.folder / "logs"
-        probe_writable(logs)
-        logs.mkdir(parents=True, exist_ok=True)
+        make_folder(logs)
         with hold(sweep.folder, "sweep"):
             sweep.freeze(settings.replan)
             for line in (*study.left_out, *sweep.warnings()):

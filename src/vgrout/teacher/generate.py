@@ -25,6 +25,7 @@ from vgrout.ground.io import (
     Refused,
     file_sha256,
     hold,
+    make_folder,
     read_json,
     refuse,
     require_new,
@@ -409,7 +410,7 @@ def work_folder(out: Path, settings: Mapping[str, object]) -> Generator[Path]:
     folder = out.with_name(out.name + ".partial")
     file = folder / "settings.json"
     require_own(folder, "--out", file.name, "pool under way")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with hold(folder, "pool"):
         now: dict[str, object] = json.loads(json.dumps(settings))  # as they read from a file
         if not file.is_file():
