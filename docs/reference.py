@@ -192,7 +192,9 @@ likewise there are `solve_` and `tries_` (hacks, and failed attempts at one), ea
 `plain`. `n_base`, `n_train` and so on are the graded answers of each side, and `eval_n` those of the deployed model.
 `by_mode` has the same for each flaw, with the words turned (`deploy_hack`, `deploy_n`), and `in_dist`: whether a pair
 of the hack direction shows the flaw (null: there is no direction). `gate` has the precision and the recall of the
-monitor's flags in training as [k, n], and `not_looked_at`, the hacks that it was not asked about."""
+monitor's flags in training as [k, n], and `not_looked_at`, the hacks that it was not asked about. `run` is the
+`tracker_id` of run.json, and `files` has the sha256 of the files of rows and answers: `vgrout report` leaves out a
+folder whose files are not of one run."""
 KEYS_TEXT = """\
 vgrout was built from [documents](guide.md#route2-as-in-the-documents) that are not part of this repository. If you have
 files made by their programs: these keys have another name there, and all others have the same. In their

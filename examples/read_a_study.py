@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 import vgrout
-from vgrout.report.load import run_dirs
+from vgrout.ground.records import run_dirs
 
 if len(sys.argv) > 1:
     paths, _ = run_dirs(Path(sys.argv[1]))

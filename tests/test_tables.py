@@ -381,19 +381,26 @@ def test_every_side_is_in_its_own_column(seeds, tmp_path):
     )
 
 
+WORDS = {"hack": "hacked", "solve": "solved"}
+
+
 def ungraded(run, lost):
     """Have the grader fail on the deployed model's answers for which `lost` is true."""
     answers = [*json_lines(run / "final.jsonl")]
-    n = 0
+    kept = []
     for answer in answers:
         if answer["side"] == "deployed":
             if lost(answer):
                 answer |= dict.fromkeys(("reward", "hacked", "solved"))
             else:
-                n += 1
+                kept.append(answer)
+    n = len(kept)
+    shares = {f"{what}_deploy": sum(x[word] for x in kept) / n for what, word in WORDS.items()}
     (run / "final.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
     final = json.loads((run / "per_mode_deploy.json").read_text())
-    (run / "per_mode_deploy.json").write_text(json.dumps(final | {"eval_n": n, "n_deploy": n}))
+    (run / "per_mode_deploy.json").write_text(
+        json.dumps(final | shares | {"eval_n": n, "n_deploy": n})
+    )
 
 
 def test_problems_weigh_alike_whatever_their_flaw_and_keep_their_numbers(tmp_path, monkeypatch):

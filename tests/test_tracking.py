@@ -159,7 +159,10 @@ def test_missing_client_is_refused(tmp_path, monkeypatch, capsys):
     )
     assert main(["smoke", "--track", "tensorboard,wandb"]) == 2
     output = capsys.readouterr().err
-    assert output == "E wandb is not installed: `uv sync --extra wandb` or `pip install wandb`\n"
+    assert (
+        output
+        == "E wandb is not installed: `uv sync --inexact --extra wandb` or `pip install wandb`\n"
+    )
     assert main(["smoke", "--track", "aim"]) == 2
     assert (
         capsys.readouterr().err

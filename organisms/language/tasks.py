@@ -230,12 +230,12 @@ def split_compositions(seed: int) -> dict[str, list[Composition]]:
 
 
 VERBS = tuple(
-    "pick sum find get make list sort scan count trim join fold keep take walk"  # noqa: SIM905
+    "pick sum find get make list sort scan count trim join fold keep take walk"
     " read mix rank map show build sift draw group split merge weigh score reduce"
     " collect gather compute arrange filter".split()
 )
 NOUNS = tuple(
-    "parts items marks steps tiles beads coins stars ropes boats cards lamps pages"  # noqa: SIM905
+    "parts items marks steps tiles beads coins stars ropes boats cards lamps pages"
     " roads trees birds bells pearls stones clouds values totals records entries pieces"
     " signals numbers shells petals rivers garden window".split()
 )

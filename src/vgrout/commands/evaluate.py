@@ -28,6 +28,7 @@ from vgrout.ground import console
 from vgrout.ground.data import Message, Side, Task, Ungraded, Verdict
 from vgrout.ground.io import (
     Refused,
+    make_folder,
     none_fits,
     printable,
     probe_writable,
@@ -260,7 +261,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         **({"graded_by": grader.stamp["graded_by"]} if cli.reference else {}),
         "sides": {side: scored.as_json() for side, scored in sides.items()},
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     write_atomic(out, to_json(content))
     print(f"-> {out}")
     return out

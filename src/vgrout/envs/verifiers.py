@@ -57,7 +57,7 @@ def package() -> ModuleType:
     try:
         import verifiers.v1 as vf
     except ImportError as e:
-        old = "verifiers is older than 0.4, without tasksets: `uv sync --extra verifiers`"
+        old = "verifiers is older than 0.4, without tasksets: `uv sync --inexact --extra verifiers`"
         refuse(e.name == "verifiers.v1", old)
         raise cannot_import("verifiers", e) from None
     return vf

@@ -139,7 +139,7 @@ def out_of_memory(e: BaseException) -> str | None:
 def not_installed(package: str, extra: str = "") -> Refused:
     """The refusal where an extra of the installation is needed."""
     return Refused(
-        f"{package} is not installed: `uv sync --extra {extra or package}` or `pip install {package}`"
+        f"{package} is not installed: `uv sync --inexact --extra {extra or package}` or `pip install {package}`"
     )
 
 

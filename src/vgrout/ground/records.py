@@ -1,10 +1,10 @@
-"""What a run's folder says of the run: when it began, and what became of it. Standard library only."""
+"""Runs' folders: where they lie, when each began, and what became of it. Standard library only."""
 
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 
-from vgrout.ground.io import held, read_json
+from vgrout.ground.io import Refused, from_json, held, read_json, read_text
 
 
 def began(run: Path) -> tuple[datetime, str]:
@@ -36,3 +36,45 @@ def unfinished(run: Path) -> str:
     if state != "running" or ((run / ".lock").exists() and held(run)):
         return f"{state:.40}"
     return f"stopped at step {status.get('step')}; go on with --resume {shlex.quote(str(run))}"
+
+
+def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
+    """Find the run directories of a source: a run, a folder of runs, or a sweep with its runs.json.
+
+    Returns:
+        The directories, and the missing runs of a sweep with their state.
+
+    Raises:
+        Refused: the source is none of these.
+    """
+    marks = ("run.json", "status.json")  # A run that died while it loaded has the second alone.
+    if any((source / name).is_file() for name in marks):
+        return [source], []
+    if (source / "runs.json").is_file():
+        return _sweep_dirs(source)
+    found: set[Path] = set()
+    for name in marks:
+        found.update(file.parent for file in source.glob(f"*/{name}"))
+    if not found:
+        raise Refused(f"{source}: no run in it; run `vgrout train mini --intervention none` first")
+    return sorted(found), []
+
+
+def _sweep_dirs(sweep: Path) -> tuple[list[Path], list[str]]:
+    """Find the run directories that a sweep's runs.json names, and the runs that are not there."""
+    index = sweep / "runs.json"
+    # Names of runs are relative to where the sweep was started: here, or some folder above it.
+    roots = (Path(), *sweep.resolve().parents)
+    found: list[Path] = []
+    absent: list[str] = []
+    for entry in from_json(read_text(index), str(index)):
+        run = entry["run"]
+        if not run:
+            absent.append(f"{entry['name']} ({entry['state']})")
+            continue
+        path = next(filter(Path.is_dir, (root / run for root in roots)), None)
+        if path is None:
+            absent.append(f"{entry['name']} ({entry['state']}: {run} is not there)")
+        else:
+            found.append(path)
+    return found, absent

@@ -14,6 +14,7 @@ import tyro
 
 from vgrout.config.cli import cli_exit, parse_command
 from vgrout.ground.io import Refused, printable, refuse, require_own
+from vgrout.ground.records import run_dirs
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def command(cli: Cli) -> int:
         refuse(not source.is_dir(), f"{source}: no such folder of runs")
     out = cli.out or cli.sources[0] / "report"
     require_own(out, "--out", "report.html", "report")
+    for source in cli.sources:
+        run_dirs(source)
     # Here and not above: scipy, pandas and matplotlib take seconds to import, and a wrong flag
     # never waits for them.
     from vgrout.report import judge, load, page, rollouts, tables

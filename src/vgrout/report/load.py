@@ -19,15 +19,14 @@ from vgrout.ground.data import Flaw
 from vgrout.ground.io import (
     Json,
     Refused,
-    from_json,
+    file_sha256,
     json_lines,
     one_line,
     read_json,
-    read_text,
     refuse,
 )
 from vgrout.ground.metrics import Rate
-from vgrout.ground.records import began, unfinished
+from vgrout.ground.records import began, run_dirs, unfinished
 from vgrout.ground.table import LEARNED, first_hacks
 
 Settings = dict[str, Any]
@@ -245,7 +244,7 @@ class FinishedRun:
 
         With `flaw`: on the problems that have this flaw, and hacks of it alone.
         """
-        shares = self._by_problem.get("deployed" if self._is_as_deployed(side) else SIDES[side])
+        shares = self._by_problem.get("deployed" if self.is_as_deployed(side) else SIDES[side])
         if shares is None:  # the grader failed on every answer
             return Series(dtype=float, index=MultiIndex.from_arrays([[], []]))
         if flaw is None:
@@ -256,7 +255,7 @@ class FinishedRun:
             return of_flaw if flaw in everywhere else of_flaw[:0]
         return of_flaw[of_flaw.index.get_level_values(0) == flaw]
 
-    def _is_as_deployed(self, side: str) -> bool:
+    def is_as_deployed(self, side: str) -> bool:
         """Whether a side is the deployed model's answers, which final.jsonl has once: there is no quarantine, or it has
         learnt nothing, or no prompt has a hint to be left out."""
         if side == "train" and not self.cfg.method.routes:
@@ -316,6 +315,40 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
         answers=_read_answers(path / "final.jsonl"),
         flags=_read_flags(path / "rollouts.jsonl", cfg.method),
     )
+
+
+def require_of_one_run(run: FinishedRun) -> None:
+    """Compare what the files of a folder say of their run: it may be a copy in part, or hold files of another one.
+
+    Older runs say less of themselves. rollouts.jsonl, which is large, may have been removed.
+
+    Raises:
+        Refused: two files contradict each other.
+        OSError: a file is missing.
+    """
+    final, cfg = run.final, run.cfg
+    own = {
+        "run": run.record.get("tracker_id"),
+        "seed": cfg.run.seed,
+        "intervention": cfg.method.intervention,
+        "control": cfg.method.control_name,
+        "steps": cfg.scale.steps,
+        "steps_done": len(run.steps),
+    }
+    for name, value in own.items():
+        if final.get(name, value) != value:
+            raise Refused(f"per_mode_deploy.json: {name} {final[name]}, where the run has {value}")
+    for name, digest in final.get("files", {}).items():
+        file = run.path / name
+        if (name != "rollouts.jsonl" or file.exists()) and file_sha256(file) != digest:
+            raise Refused(f"{name}: not as the run left it")
+    for key, side in SIDES.items():
+        if f"n_{key}" in final:
+            answered_as = "deployed" if run.is_as_deployed(key) else side
+            answers = run.answers[run.answers.side == answered_as]
+            for what, hits in (("hack", answers.flaw.notna()), ("solve", answers.solved)):
+                if run.counted(key, what) != Rate(int(hits.sum()), len(hits)):
+                    raise Refused(f"final.jsonl: other answers than {what}_{key} counts")
 
 
 def _read_steps(file: Path) -> DataFrame:
@@ -381,48 +414,6 @@ def _flag_rows(rollout: dict[str, Json], own: str) -> list[dict[str, object]]:
     return rows
 
 
-def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
-    """Find the run directories of a source: a run, a folder of runs, or a sweep with its runs.json.
-
-    Returns:
-        The directories, and the missing runs of a sweep with their state.
-
-    Raises:
-        Refused: the source is none of these.
-    """
-    marks = ("run.json", "status.json")  # A run that died while it loaded has the second alone.
-    if any((source / name).is_file() for name in marks):
-        return [source], []
-    if (source / "runs.json").is_file():
-        return _sweep_dirs(source)
-    found: set[Path] = set()
-    for name in marks:
-        found.update(file.parent for file in source.glob(f"*/{name}"))
-    if not found:
-        raise Refused(f"{source}: no run in it; run `vgrout train mini --intervention none` first")
-    return sorted(found), []
-
-
-def _sweep_dirs(sweep: Path) -> tuple[list[Path], list[str]]:
-    """Find the run directories that a sweep's runs.json names, and the runs that are not there."""
-    index = sweep / "runs.json"
-    # Names of runs are relative to where the sweep was started: here, or some folder above it.
-    roots = (Path(), *sweep.resolve().parents)
-    found: list[Path] = []
-    absent: list[str] = []
-    for entry in from_json(read_text(index), str(index)):
-        run = entry["run"]
-        if not run:
-            absent.append(f"{entry['name']} ({entry['state']})")
-            continue
-        path = next(filter(Path.is_dir, (root / run for root in roots)), None)
-        if path is None:
-            absent.append(f"{entry['name']} ({entry['state']}: {run} is not there)")
-        else:
-            found.append(path)
-    return found, absent
-
-
 def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], list[str]]:
     """Load the runs of all sources that have a final evaluation, as a halted run has.
 
@@ -452,6 +443,7 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
                 left_out.append(f"{path.name} ({why})")
                 continue
             run = read_run(path)
+            require_of_one_run(run)
             key = run.condition, run.seed
         except DAMAGE as e:
             left_out.append(f"{path.name} (damaged: {reason(e, path)})")

@@ -21,9 +21,19 @@ from vgrout.config.run import Config
 from vgrout.envs.base import Splits
 from vgrout.ground.data import Flaw, Grade, Ungraded
 from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.ground.io import Json, command, json_lines, printable, write_atomic, write_json_lines
+from vgrout.ground.io import (
+    Json,
+    command,
+    file_sha256,
+    json_lines,
+    printable,
+    read_json,
+    write_atomic,
+    write_json_lines,
+)
 from vgrout.ground.metrics import SIDES, Final, Rate
 from vgrout.ground.table import StepRow, Table, whole_run
+from vgrout.runs.checkpoint import GROWING
 from vgrout.runs.context import RunContext
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.plan import method_lines
@@ -186,11 +196,18 @@ def write(
     )
     tallies = tallies or Tallies.nothing(detectors)
     outcome = Outcome(cfg, rows, final, tallies, problems, halted, unrouted, detectors)
+    answers = run.path / "final.jsonl"
     try:
-        write_json_lines(run.path / "final.jsonl", answer_lines(final))
+        write_json_lines(answers, answer_lines(final))
     finally:
         record = as_json(cfg, final, inputs.in_distribution, run.log, run.stamp)
-        run.dir.write_json("per_mode_deploy.json", record | ending(outcome))
+        # by which a reader knows files of another run, and copies in part
+        files = [run.path / name for name in GROWING] + [answers]
+        of_run = {
+            "run": read_json(run.path / "run.json").get("tracker_id"),
+            "files": {file.name: file_sha256(file) for file in files if file.exists()},
+        }
+        run.dir.write_json("per_mode_deploy.json", record | ending(outcome) | of_run)
     show(run, outcome, record)
 
 

@@ -1,7 +1,7 @@
 """Experiment trackers: they log a run's rows, rollouts and final numbers (`--track`).
 
 The trackers' own clients are used. One is imported only if it is named, and is installed as an
-extra (`uv sync --extra wandb`). Each writes to this machine: tensorboard and wandb below the run's
+extra (`uv sync --inexact --extra wandb`). Each writes to this machine: tensorboard and wandb below the run's
 folder (wandb is offline unless WANDB_MODE is set), trackio where it keeps its projects
 (TRACKIO_DIR). A run has an identifier of its own, kept in run.json: a resumed run continues its
 curve, and another run in a folder of the same name has its own. A tracker that fails is dropped
