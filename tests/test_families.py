@@ -126,7 +126,8 @@ def test_prompts_and_endings_follow_the_template(family, policy):
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Beside keys and values: convolutions, recurrences, gates in q_proj, latent keys, heads of two
-# sizes. Blocks that flatten rows and tokens: shared experts. None: cannot be branched.
+# sizes. Blocks that flatten rows and tokens: shared experts. A factor of the logits. None: cannot be
+# branched.
 MIXERS: dict[str, dict[str, Any] | None] = {
     "Mamba": None,
     "Lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
@@ -139,6 +140,8 @@ MIXERS: dict[str, dict[str, Any] | None] = {
     "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS},
     "Ernie4_5_Moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "Afmoe": {"num_experts": 4, "num_shared_experts": 1, **EXPERTS},
+    "Cohere": {"logit_scale": 0.0625},
+    "Granite": {"logits_scaling": 8.0},
     "Gemma4": {
         "layer_types": ["sliding_attention", "full_attention"],
         "global_head_dim": 32,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from vgrout.ground.io import Refused
+from vgrout.ground.io import Refused, one_line, out_of_memory
 from vgrout.ground.tensor_types import at_least_fp32
 from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed, check_rows, packed_hidden, padded, places
@@ -311,9 +311,13 @@ def backbone(model: PreTrainedModel) -> torch.nn.Module:
 def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
     """The head on the backbone's output, with foreign ids `masked`.
 
-    Soft-capped where the architecture says so (Gemma 2).
+    Multiplied by the factor of `check_head` (Cohere, Granite), and soft-capped where the
+    architecture says so (Gemma 2).
     """
-    logits = model.get_output_embeddings()(hidden)
+    head = model.get_output_embeddings()
+    logits = head(hidden)
+    if _factor(head) != 1:
+        logits = logits * _factor(head)
     cap = getattr(model.config, "final_logit_softcapping", None)
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
@@ -324,7 +328,13 @@ def _is_frozen_product(model: PreTrainedModel) -> bool:
     """Whether the head is h Wᵀ and no more, and is not trained."""
     head = model.get_output_embeddings()
     capped = getattr(model.config, "final_logit_softcapping", None) is not None
-    return not (capped or head.weight.requires_grad or head.bias is not None)
+    is_product = head.bias is None and _factor(head) == 1 and not capped
+    return is_product and not head.weight.requires_grad
+
+
+def _factor(head: torch.nn.Module) -> float:
+    """By what the model multiplies the head's product."""
+    return getattr(head, "factor", 1.0)
 
 
 def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -333,21 +343,29 @@ def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> F
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Check at load that backbone and head together give the model's logits.
+    """Check at load that backbone and head together give the model's logits, but for a factor.
+
+    The factor is kept with the head.
 
     Raises:
-        Refused: they do not, the logits are not finite, or there is no backbone under its usual name.
+        Refused: they do not, the logits are not finite, or the model's own code fails.
     """
-    if not hasattr(model, model.base_model_prefix):
-        raise Refused(f"{type(model).__name__}: its blocks are not found; not supported")
-    ids = torch.arange(1, 9, device=model.device)[None] % vocabulary(model)
-    with torch.no_grad():
-        want = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
-        got = head_logits(model, hidden).float()
+    kind = type(model).__name__
+    try:
+        ids = torch.arange(1, 9, device=model.device)[None] % vocabulary(model)
+        with torch.no_grad():
+            want = model(input_ids=ids, use_cache=False).logits.float()
+            hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+            got = head_logits(model, hidden).float()
+    except Exception as error:  # whatever a model's own code raises
+        if out_of_memory(error):
+            raise
+        raise Refused(f"{kind}: {type(error).__name__}: {one_line(error, 100)}") from error
     if not want.isfinite().all():
-        raise Refused(f"{type(model).__name__}: its logits are not finite")
+        raise Refused(f"{kind}: its logits are not finite")
+    factor = float((want * got).sum() / got.square().sum())
+    if abs(factor - 1) > 1e-2:
+        model.get_output_embeddings().factor = factor
+        got = got * factor
     if not torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
-        raise Refused(
-            f"{type(model).__name__}: its head does more than a matrix product; not supported"
-        )
+        raise Refused(f"{kind}: its head does more than a matrix product; not supported")

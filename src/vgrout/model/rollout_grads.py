@@ -138,11 +138,8 @@ class AssignedTokens:
         self.n = n
         self.dtype = dtype
         self.again = again
-        self._x_V: dict[str, Tensor] = {}  # module → Vh x, if it is kept
-        # Of the backward that is under way: what it will add to `rows` of the gradients, and the
-        # modules whose share is there.
+        # Of the backward that is under way: what it will add to `rows` of the gradients.
         self._sums: Tensor | None = None
-        self._summed: set[str] = set()
         self.assign(pieces)
 
     def assign(self, pieces: Pieces) -> None:
@@ -164,6 +161,7 @@ class AssignedTokens:
         site: AdaptedLinear,
         x: Float[Tensor, "*N d_in"],
         dy: Float[Tensor, "*N d_out"],
+        ctx: Any,
     ) -> Float[Tensor, "*N r"] | None:
         """Add one Linear's share; returns dy in U's basis where it was computed.
 
@@ -172,13 +170,15 @@ class AssignedTokens:
         then diag(Uᵀ M Vhᵀ), costs 2·N·d_in·d_out + 2·r·d_in·d_out a row: that is less as soon as a
         row has more than max(d_in, d_out) tokens. With `again` tokens come first whatever their
         number, since half of that is kept.
+
+        ctx: of this Linear's forward, where it is kept.
         """
         shape = x.shape[:-1]
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
         if self.again or len(x) <= len(self.slices) * max(site.W.shape):
             dy_U = dy @ site.U
-            products = dy_U * self._input_in_basis(site, x)
-            torch.mm(self.is_token_of, products, out=self._sums_of(site))
+            products = dy_U * self._input_in_basis(site, x, ctx)
+            self._sums_of(site).addmm_(self.is_token_of, products)
             return dy_U.unflatten(0, shape)
         into = self.gradients[:, site.span]
         for row, (first, *others) in self.slices.items():
@@ -193,8 +193,6 @@ class AssignedTokens:
         if self._sums is None:
             self._sums = self.is_token_of.new_zeros(len(self.rows), self.gradients.shape[1])
             torch.autograd.Variable._execution_engine.queue_callback(self._add_sums)
-        assert site.name not in self._summed, f"{site.name} is run twice in one forward"
-        self._summed.add(site.name)
         return self._sums[:, site.span]
 
     def _add_sums(self) -> None:
@@ -205,17 +203,16 @@ class AssignedTokens:
         assert self._sums is not None
         self.gradients.index_add_(0, self.rows, self._sums.to(self.gradients.dtype))
         self._sums = None
-        self._summed.clear()
 
     def _input_in_basis(
-        self, site: AdaptedLinear, x: Float[Tensor, "N d_in"]
+        self, site: AdaptedLinear, x: Float[Tensor, "N d_in"], ctx: Any
     ) -> Float[Tensor, "N r"]:
         """Vh x."""
         if not self.again:
             return x @ site.Vh.mT
-        if site.name not in self._x_V:
-            self._x_V[site.name] = x @ site.Vh.mT
-        return self._x_V[site.name]
+        if ctx.x_V is None:
+            ctx.x_V = x @ site.Vh.mT
+        return ctx.x_V
 
 
 class _CollectingLinear(torch.autograd.Function):
@@ -239,7 +236,7 @@ class _CollectingLinear(torch.autograd.Function):
         assert n == assigned.n, f"{site.name} sees {n} tokens, {assigned.n} were announced"
         ctx.save_for_backward(x)
         ctx.collected, ctx.site = collected, site
-        ctx.assigned = assigned
+        ctx.assigned, ctx.x_V = assigned, None
         ctx.weights_id = collected.adapter.weights_id
         return y.view_as(y)
 
@@ -252,7 +249,7 @@ class _CollectingLinear(torch.autograd.Function):
             f"{site.name}: forward under weights {ctx.weights_id}, backward under {now}"
         )
         (x,), dy = ctx.saved_tensors, dys[0]
-        dy_U = ctx.assigned.add(site, x, dy)
+        dy_U = ctx.assigned.add(site, x, dy, ctx)
         dx = None
         if ctx.needs_input_grad[1]:
             dx = collected.input_gradient(site, dy, dy_U)
