@@ -21,7 +21,7 @@ from vgrout.config.cli import NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
 from vgrout.config.settings import LOSSES
-from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS, line_of
+from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
 from vgrout.envs.code.modes import MODE_CODE, MODE_SPECS, MODES
 from vgrout.ground.table import StepRow
 
@@ -370,7 +370,7 @@ def _names() -> list[str]:
     presets = {name: what for name, (what, _) in PRESETS.items()}
     refused = "A flag that the chosen method never reads is refused."
     interventions = {name: spec.what for name, spec in INTERVENTIONS.items()}
-    monitors = {name: line_of(spec) for name, spec in MONITORS.items()}
+    monitors = {name: spec.what for name, spec in MONITORS.items()}
     controls = {name: spec.what for name, spec in CONTROLS.items()}
     losses = {name: spec.what for name, spec in LOSSES.items()}
     flaws = {name: spec.should for name, spec in MODE_SPECS.items()}

@@ -15,7 +15,7 @@ from organisms.language.hacks import HACKS, MODES, NAMELESS
 from organisms.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe
 from organisms.sums_language import Shares as SumsShares
 from vgrout.config.checks import check, listed, setting
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.ground import console
 from vgrout.ground.embedded import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, SUMS_DIR, Files
 from vgrout.ground.io import LEFT, Refused, probe_writable, read_json, refuse
@@ -230,7 +230,7 @@ def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
     console.setup(None)
     commands = {"build": build, "tune": tune, "sums": sums, "verify": verify}
-    return cli_exit(lambda: parse_command(commands, None, "vgrout organism"))
+    return cli_exit(lambda: parse_args(commands, None, "vgrout organism"))
 
 
 if __name__ == "__main__":

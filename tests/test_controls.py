@@ -104,7 +104,7 @@ def test_random_flags_route_the_same_share_in_every_step_to_others(monitor):
     for n in range(3):
         groups = [(rows(6, 10 * n + i, (i, 3)), group(6, 1, (i,), i)) for i in range(3)]
         a, b, c = (routed(method, *groups, step=n) for method in (real, moved, again))
-        assert b.diag.routed == pytest.approx(a.diag.routed, rel=1e-6)
+        assert b.measured["routed"] == pytest.approx(a.measured["routed"], rel=1e-6)
         assert sorted(scores(a)) == pytest.approx(sorted(scores(b)), rel=1e-6)
         assert scores(a) != scores(b) == scores(c)
         assert torch.allclose(b.keep + b.quar, total(*groups), atol=1e-5)
@@ -122,7 +122,7 @@ def test_haar_is_random_per_module_independent_of_the_others_and_may_route_nothi
     # negative cosines only, no known hacks: an empty quarantine is what the control found
     method = toy("route2", control="haar", monitor="band")
     got = routed(method, (-torch.cat([*method.direction.V.values()], 1).repeat(4, 1), group(4)))
-    assert got.diag.routed == 0
+    assert got.measured["routed"] == 0
     assert not got.quar.any()
 
 

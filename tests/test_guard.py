@@ -21,7 +21,7 @@ import tiny
 from methods import graded
 from runs import run, status
 from vgrout.config.presets import PRESETS, resolve
-from vgrout.config.settings import GuardConfig, blind, breakable, evaluations
+from vgrout.config.settings import GuardConfig, blind, evaluations
 from vgrout.ground.data import Completion, Rollout
 from vgrout.ground.io import Refused
 from vgrout.ground.metrics import Eval, ModeEval, Rate
@@ -409,31 +409,6 @@ def test_a_guard_fires_unless_it_is_blind(steps, every, warmup, baseline, limit)
     assert guard.should_halt() == (blind(cfg, steps, every, ["streak", "gap"], baseline) is None)
 
 
-@given(
-    st.integers(1, 40),
-    st.sampled_from([0.0, 1e-4, 0.01, 0.05, 0.099, 0.1, 0.3, 0.9]),
-    st.sampled_from([0.0, 0.5, 0.9, 0.99]),
-)
-def test_a_streak_that_can_be_is_seen(patience, rise_eps, ema_alpha):
-    """Held-out falls, and in-loop rises, by a hair more than counts; the last time by all that there is."""
-    cfg = config(
-        decline_patience=patience,
-        rise_eps=rise_eps,
-        ema_alpha=ema_alpha,
-        max_proxy_real_gap=1.99,
-    )
-    guard = HeldOutGuard(cfg)
-    average = 1.0
-    guard.update(0, 0.0, 1.0)
-    for i in range(patience):
-        fall = rise_eps + 1e-9 if i < patience - 1 else 1.0
-        held_out = max(0.0, average - fall / (1 - ema_alpha))
-        average = ema_alpha * average + (1 - ema_alpha) * held_out
-        guard.update(i + 1, 1 - held_out, held_out)
-    assert breakable(cfg, "streak", patience) == ("streak" in guard.fired)
-    assert not breakable(cfg, "streak", patience - 1)
-
-
 @pytest.mark.parametrize("intervention", ["none", "route2"])
 @pytest.mark.parametrize("preset", ["mini", "fast"])
 def test_only_a_halt_that_was_asked_for_is_refused(preset, intervention):
@@ -456,11 +431,9 @@ def test_only_a_halt_that_was_asked_for_is_refused(preset, intervention):
         cannot = blind(usual.guard, steps, every, usual.guard.halting)
         cfg = made(steps, every, None)
         assert cfg.guard_mode == ("halt" if halts and not cannot else "log")
-        assert bool(cfg.guard_warning) == (halts and cannot is not None)
-        assert ((cannot or "halt") if halts else "log") in guard_line(cfg)
+        assert (cannot or cfg.guard_mode) in guard_line(cfg)
         for guard in ("off", "log"):
             assert made(steps, every, guard).guard_mode == guard
-            assert not made(steps, every, guard).guard_warning
         if cannot:
             with pytest.raises(Refused, match="--guard halt could not fire"):
                 made(steps, every, "halt")
@@ -519,7 +492,6 @@ def test_a_short_run_of_fast_starts_and_warns(tmp_path, capsys):
     )
     assert status(path)["state"] == "finished"
     printed = capsys.readouterr().out
-    assert printed.count("the guard only logs") == 1
     assert printed.count("could not have halted this run: advantage") == 1
 
 

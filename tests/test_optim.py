@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tiny import policy as tiny_policy
 from tiny import relative, tiny
 from vgrout.config.settings import OptConfig
-from vgrout.ground.tensor_types import Diagnostics, Routed
+from vgrout.ground.tensor_types import Routed
 from vgrout.imitation.trainable import AdapterOnly
-from vgrout.loop.loss_metrics import LossMetrics
 from vgrout.loop.optim import Optimizer, lr_at
 from vgrout.model.svd_adapter import SvdAdapter
 
@@ -21,7 +20,7 @@ HYPER = OptConfig(
 )
 STEPS = 10
 IDS = torch.tensor([[3, 14, 15, 92]])
-LOSS = LossMetrics(loss=0.5)
+LOSS = {"loss": 0.5}
 
 
 def make():
@@ -114,7 +113,7 @@ def test_nothing_to_learn_or_nothing_finite_moves_the_schedule_on_and_nothing_el
     if isinstance(bad, tuple):
         one = drawn(adapter, 2).index_fill(0, torch.tensor(1), bad[1])
         routed = replace(both(adapter, 1), **{bad[0]: one})
-    update = optim.step(replace(routed, diag=Diagnostics(fired=0.5)), LOSS)
+    update = optim.step(replace(routed, measured={"fired": 0.5}), LOSS)
     assert state(adapter, optim) == before
     assert (update.stepped, update.skipped, update.loss) == (
         False,

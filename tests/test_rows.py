@@ -55,7 +55,7 @@ def test_a_new_baseline_compares_kept_rows_among_themselves(policy, rebaseline):
     own, A = of.groups[0].advantages, [row.advantage for row in of.rows if row.group == 0]
     assert A[0] == own[0]
     assert A[1:] == pytest.approx(centred(of.groups[0].rewards[1:]) if rebaseline else own[1:])
-    assert learnt.diag.routed == 0.25
+    assert learnt.measured["routed"] == 0.25
     assert learnt.flags[0].shares == (1.0, 0.0, 0.0, 0.0)
 
 

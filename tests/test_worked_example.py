@@ -114,6 +114,6 @@ def test_what_the_two_vectors_of_the_example_learn(page, quarantine_in, flags):
 
 
 def test_the_columns_of_the_example(page):
-    diagnostics = one_step(quarantine_in="layer 2")[1].diag
+    measured = one_step(quarantine_in="layer 2")[1].measured
     for name in ("hkgap", "tau", "routed"):
-        assert f"`{name}` {number(getattr(diagnostics, name))}" in page
+        assert f"`{name}` {number(measured[name])}" in page

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.config.run import Config
 from vgrout.config.settings import OWN_REWARD, EnvConfig, ScaleConfig
 from vgrout.config.world_names import ORGANISM
@@ -289,13 +289,13 @@ def grade_file(config: GradeSettings) -> int:
 def problems(argv: list[str] | None = None) -> int:
     """Exit codes: 0 sound · 1 not, or a function failed · 2 refused, in one line."""
     console.setup(None)
-    return cli_exit(lambda: check(parse_command({"check": CheckSettings}, argv, "vgrout problems")))
+    return cli_exit(lambda: check(parse_args({"check": CheckSettings}, argv, "vgrout problems")))
 
 
 def grade(argv: list[str] | None = None) -> int:
     """Exit codes: 0 every line graded · 1 some have an error instead · 2 refused, in one line."""
 
     def run() -> int:
-        return 1 if grade_file(parse_command(GradeSettings, argv, "vgrout grade")) else 0
+        return 1 if grade_file(parse_args(GradeSettings, argv, "vgrout grade")) else 0
 
     return cli_exit(run)

@@ -5,7 +5,7 @@ methods are MiniLLM (arXiv 2306.08543) and, across tokenizers, ULD (arXiv 2402.1
 are those of runs/context.py.
 """
 
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.ground import console
 from vgrout.ground.io import to_json
 from vgrout.ground.machine import cores
@@ -51,6 +51,6 @@ def start(requested: DistillSettings) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     def parse_and_start() -> int:
-        return start(parse_command(DistillSettings, argv, "vgrout distill"))
+        return start(parse_args(DistillSettings, argv, "vgrout distill"))
 
     return cli_exit(parse_and_start, NOTHING)

@@ -1,6 +1,6 @@
 """`vgrout doctor`: the sandbox's layers on this machine, and a self-test of the grader."""
 
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.envs.worlds import code_tools
 from vgrout.ground.machine import visible
 
@@ -15,4 +15,4 @@ def examine() -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 all checks hold and the sandbox is complete · 1 they do not, or it is not."""
-    return cli_exit(lambda: parse_command(examine, argv, "vgrout doctor"))
+    return cli_exit(lambda: parse_args(examine, argv, "vgrout doctor"))

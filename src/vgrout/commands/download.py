@@ -26,7 +26,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.envs.worlds import environment_class
 from vgrout.ground.embedded import SMOLLM2
 from vgrout.ground.io import (
@@ -347,4 +347,4 @@ def convert(file: Path, folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli_exit(lambda: parse_command(COMMANDS, argv, "vgrout download"))
+    return cli_exit(lambda: parse_args(COMMANDS, argv, "vgrout download"))

@@ -18,7 +18,7 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.config.checks import check, flag, setting
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.config.presets import import_named
 from vgrout.config.run import Config
 from vgrout.config.settings import EnvConfig, ScaleConfig
@@ -440,7 +440,7 @@ def evaluate(argv: list[str] | None = None) -> int:
     """Exit codes: 0 scored · 2 refused, in one line."""
 
     def run() -> int:
-        evaluate_saved(parse_command(EvaluateSettings, argv, "vgrout evaluate"))
+        evaluate_saved(parse_args(EvaluateSettings, argv, "vgrout evaluate"))
         return 0
 
     console.setup(None)
@@ -451,7 +451,7 @@ def sample(argv: list[str] | None = None) -> int:
     """Exit codes: 0 · 2 refused, in one line."""
 
     def run() -> int:
-        sample_saved(parse_command(SampleSettings, argv, "vgrout sample"))
+        sample_saved(parse_args(SampleSettings, argv, "vgrout sample"))
         return 0
 
     console.setup(None)

@@ -7,7 +7,7 @@ at the first round that is not complete. Exit codes are those of runs/context.py
 import shlex
 import sys
 
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.ground import console
 from vgrout.ground.io import command, make_folder, to_json
 from vgrout.ground.machine import cores
@@ -56,6 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
 
     def parse_and_start() -> int:
-        return start(parse_command(DpoSettings, words, "vgrout iterative_dpo"), words)
+        return start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words)
 
     return cli_exit(parse_and_start, NOTHING)

@@ -170,6 +170,6 @@ def refuse_unread(names: Sequence[str], why: str) -> None:
         raise refusal
 
 
-def summary(what: Mapping[str, str]) -> str:
+def summary(rows: Mapping[str, Any]) -> str:
     """A registry's names, each with its line, as a flag's help."""
-    return " · ".join(f"{name}: {line}" for name, line in what.items()) + "."
+    return " · ".join(f"{name}: {row.what}" for name, row in rows.items()) + "."

@@ -43,11 +43,12 @@ def parse_args(
     **settings: Any,
 ) -> T:
     """A settings class filled from a command line, or the result of a function called with its flags; of several
-    functions, the one that the first word names. `--help` exits.
+    functions, the one that the first word names. Flags may have the names of `OF_COMMANDS`. `--help` exits.
 
     Raises:
         Refused: one line, for the first bad flag; or whatever the class or the function raises.
     """
+    argv = translated(sys.argv[1:] if argv is None else argv, OF_COMMANDS.get(prog.split()[-1], {}))
     settings["prog"] = prog.replace("vgrout ", command(""))
     if isinstance(what, Mapping):
         named = {name: _later(f) for name, f in what.items()}
@@ -57,13 +58,13 @@ def parse_args(
     return parsed(partial(tyro.cli, _later(what), **settings), argv)()
 
 
-def parsed(cli: Callable[..., T], argv: Sequence[str] | None) -> T:
+def parsed(cli: Callable[..., T], argv: Sequence[str]) -> T:
     """What a parser of tyro's makes of a command line; `--help` exits.
 
     Raises:
         Refused: a settings class's own, or tyro's message in one line; or whatever else a settings class raises.
     """
-    words = _words(sys.argv[1:] if argv is None else argv)
+    words = _words(argv)
     message, outer = io.StringIO(), sys.exception()
     try:
         with contextlib.redirect_stderr(message):
@@ -336,15 +337,3 @@ def translated(argv: Iterable[str], names: Mapping[str, str] = TRAIN) -> list[st
         name = names.get(name, name)
         out.append(f"{name}={value}" if equals else name)
     return out
-
-
-def parse_command(
-    what: Callable[..., T] | Mapping[str, Callable[..., T]],
-    argv: list[str] | None,
-    prog: str,
-    **settings: object,
-) -> T:
-    """As `parse_args`, with the names that other programs have for this command's flags."""
-    names = OF_COMMANDS.get(prog.split()[-1], {})
-    argv = sys.argv[1:] if argv is None else argv
-    return parse_args(what, translated(argv, names), prog, **settings)

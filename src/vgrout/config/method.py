@@ -59,7 +59,7 @@ class MethodConfig:
     control: Annotated[
         str,
         tyro.conf.arg(
-            help=f"The same run under a control. {summary({name: row.what for name, row in CONTROLS.items()})}",
+            help=f"The same run under a control. {summary(CONTROLS)}",
             metavar="NAME",
         ),
     ] = "none"
@@ -431,11 +431,6 @@ class MethodConfig:
     def routes(self) -> bool:
         """Whether training has a quarantine that is deleted before deployment."""
         return self.spec.routes
-
-    @property
-    def changes_rewards(self) -> bool:
-        """Whether answers get other rewards than the grader's."""
-        return self.spec.acts_on == "rewards"
 
     @property
     def needs_known_correct(self) -> str:

@@ -14,7 +14,7 @@ from vgrout.config.checks import changed, flag, listed, refuse_unread, rule_of, 
 from vgrout.config.cli import parsed, translated
 from vgrout.config.run import FREE, GROUPS, Config, merge_flags
 from vgrout.config.settings import LOSSES, EnvConfig, EvalConfig, LossConfig, OptConfig, ScaleConfig
-from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
+from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, register
 from vgrout.config.world_names import ORGANISM, VERIFIERS, holds_text
 from vgrout.ground import embedded
 from vgrout.ground.io import Refused, command, did_you_mean, refuse, to_json
@@ -164,8 +164,8 @@ def parse(preset: str, words: Sequence[str]) -> Config:
         Config,
         default=PRESETS[preset][1],
         prog=f"{command('train')} {preset}",
-        description=f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}\n"
-        f"Losses: {summary({name: spec.what for name, spec in LOSSES.items()})}",
+        description=f"Interventions: {summary(INTERVENTIONS)}\nMonitors: {summary(MONITORS)}\n"
+        f"Losses: {summary(LOSSES)}",
         config=(tyro.conf.OmitArgPrefixes,),
     )
     return parsed(cli, words)

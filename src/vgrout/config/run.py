@@ -175,22 +175,10 @@ class Config:
         the run: a short run needs no flag."""
         if self.guard.guard:
             return self.guard.guard
-        return "halt" if self._usually_halts and not self.guard_cannot_halt else "log"
-
-    @property
-    def _usually_halts(self) -> bool:
-        """Whether the guard halts such a run where --guard is not given."""
         watched = (
             self.preset in ("smoke", "mini", "small", "sums") or self.method.intervention == "none"
         )
-        return not watched
-
-    @property
-    def guard_warning(self) -> str:
-        """Why the guard, which usually halts such a run, only logs; "": it does as usual, or as a flag says."""
-        if self.guard.guard or not self._usually_halts or not self.guard_cannot_halt:
-            return ""
-        return f"the guard only logs, as it could not halt this run ({self.guard_cannot_halt})"
+        return "log" if watched or self.guard_cannot_halt else "halt"
 
     @property
     def guard_cannot_halt(self) -> str:
@@ -199,11 +187,6 @@ class Config:
             return "--guard-halt-on is empty: name a rule"
         every = self.eval.eval_ablate_every
         return blind(self.guard, self.scale.steps, every, self.guard.halting) or ""
-
-    @property
-    def guard_blind(self) -> str | None:
-        """Why the kill switch could never fire in this run; None: it can."""
-        return blind(self.guard, self.scale.steps, self.eval.eval_ablate_every)
 
     @property
     def guard_updates(self) -> int:

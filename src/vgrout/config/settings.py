@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from vgrout.config.checks import (
     Dtype,
@@ -108,10 +108,7 @@ class EvalConfig:
         check(self)
 
 
-HackDetector = Literal["info_rm", "rm_ensemble", "advantage"]
-
-
-DETECTORS: tuple[HackDetector, ...] = get_args(HackDetector)
+DETECTORS = ("info_rm", "rm_ensemble", "advantage")
 
 
 @dataclass(frozen=True)
@@ -320,9 +317,7 @@ class LossConfig:
 # ── the held-out kill switch, and whether it can fire at all
 
 
-SwitchRule = Literal["kl", "streak", "gap"]
-
-RULES: tuple[SwitchRule, ...] = get_args(SwitchRule)
+RULES = ("kl", "streak", "gap")
 
 BASELINE = 2  # evaluations of a run whose mean is the baseline of both series
 
@@ -396,7 +391,7 @@ def blind(
     if not any(breakable(cfg, rule, after_baseline) for rule in rules):
         return (
             f"{', '.join(rules)} cannot be broken in {after_baseline} evaluations after the baseline: lower "
-            "--max-proxy-real-gap, --decline-patience or --rise-eps, or evaluate more often (--eval-ablate-every)"
+            "--max-proxy-real-gap or --decline-patience, or evaluate more often (--eval-ablate-every)"
         )
     return None
 
@@ -404,19 +399,14 @@ def blind(
 def breakable(cfg: GuardConfig, rule: str, evaluations: int) -> bool:
     """Whether shares in [0, 1] exist that break this rule within so many evaluations after the baseline.
 
-    An average moves by at most 1 − `ema_alpha` of its distance to the newest value:
-
     - gap: in-loop at 1 from 0, and held-out at 0 from 1, are 2 (1 − ema_alpha^n) apart.
-    - streak: held-out falls `decline_patience` times by more than `rise_eps`. The last fall, to 0, is the largest
-      where those before it were as small as they may be.
+    - streak: held-out falls `decline_patience` times.
     - kl: has no upper bound, and no baseline.
     """
     if rule == "gap":
         return 2 * (1 - cfg.ema_alpha**evaluations) > cfg.max_proxy_real_gap
     if rule == "streak":
-        before_the_last = cfg.rise_eps * (cfg.decline_patience - 1)
-        largest = (1 - cfg.ema_alpha) * (1 - before_the_last)
-        return evaluations >= cfg.decline_patience and largest > cfg.rise_eps
+        return evaluations >= cfg.decline_patience
     return True
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from vgrout.config.checks import listed, summary
+from vgrout.config.checks import listed
 from vgrout.ground.io import Refused, refuse
 
 # Settings of `MethodConfig`, by what reads them.
@@ -49,8 +49,6 @@ class MonitorSpec:
     needs: tuple[str, ...] = ()
     of: str = ""  # the environment whose answers it reads; "": any
     sees_labels: bool = False  # it is given true labels: a bound, and no method
-    # it reads thoughts beside answers, as a gradient of all tokens does; all others read answers alone
-    thoughts: bool = False
     # random directions are signed in their favour, again whenever the pairs are read
     signs_random: bool = False
 
@@ -97,20 +95,18 @@ for _monitor in (
     ),
     MonitorSpec(
         name="gate",
-        what="cosine of a rollout's gradient above τ, and known hacks",
+        what="cosine of a rollout's gradient above τ, and known hacks (of thoughts too)",
         where="vgrout.method.gates:Gate",
         settings=(*DIRECTION, "gate_vote", "gate_modules", "known_hacks_teacher_only"),
         reads="gradients",
         needs=("demonstrations",),
-        thoughts=True,
     ),
     MonitorSpec(
         name="band",
-        what="softly, where that cosine lies between the pairs' clean and hack sides",
+        what="softly, where that cosine lies between the pairs' clean and hack sides (of thoughts too)",
         where="vgrout.method.gates:Band",
         settings=(*DIRECTION, "gate_vote"),
         reads="gradients",
-        thoughts=True,
         signs_random=True,
     ),
     MonitorSpec(
@@ -364,15 +360,3 @@ def watchers(*, seeds: bool = False) -> list[str]:
         if name != "none" and spec.reads == "texts" and not (seeds and "seed" in spec.needs):
             names.append(name)
     return names
-
-
-def described(specs: Mapping[str, MonitorSpec] | Mapping[str, InterventionSpec]) -> str:
-    """Every row's line, for help."""
-    return summary({name: line_of(spec) for name, spec in specs.items()})
-
-
-def line_of(spec: MonitorSpec | InterventionSpec) -> str:
-    """A row's line, with what a monitor reads of thoughts."""
-    if isinstance(spec, MonitorSpec) and spec.thoughts:
-        return f"{spec.what} (of thoughts too)"
-    return spec.what

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vgrout.config.checks import Dtype, check, flag, setting
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.direction.pairs import (
     DIRECTIONS,
     PairDetector,
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     """0: done. 2: refused, in one line on stderr."""
 
     def parse_and_extract() -> int:
-        return _command(parse_command(ExtractionSettings, argv, "vgrout direction"))
+        return _command(parse_args(ExtractionSettings, argv, "vgrout direction"))
 
     return cli_exit(parse_and_extract)
 

@@ -21,7 +21,7 @@ from loguru import logger
 from safetensors import SafetensorError
 
 from vgrout.config.checks import check, setting
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
 from vgrout.ground import console
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     console.setup(None)
 
     def command() -> int:
-        settings = parse_command(ExportSettings, argv, "vgrout export")
+        settings = parse_args(ExportSettings, argv, "vgrout export")
         try:
             content = export_run(settings)
         except Differs as e:

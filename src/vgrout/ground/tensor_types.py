@@ -5,7 +5,7 @@ adapter's; a module is a slice of R.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -26,36 +26,13 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnostics:
-    """What a method measured in this step. None: it does not measure this."""
-
-    cos_pre: float | None = None  # mean over modules of ‖relu(Vg)‖ / ‖g‖
-    cos_pre_s: float | None = None  # … of the student rows' g alone
-    cos_pre_t: float | None = None
-    cos_post: float | None = None  # … of what δS learns
-    cos_post_s: float | None = None  # … of what the student rows alone would leave there
-    cos_post_t: float | None = None
-    fired: float | None = None  # share of modules where something was removed or routed
-    capped: int | None = None  # modules whose magnitude rescaling hit its bound
-    tau: float | None = None  # gate: mean threshold over modules
-    hkgap: float | None = None  # gate: mean(cos of known hacks) − mean(cos of the rest)
-    voting: float | None = None  # gate: share of modules with a threshold
-    resid: float | None = None  # gate, band: cosine of what is kept with v
-    routed: float | None = (
-        None  # of rollouts · modules with a gradient: share sent to the quarantine
-    )
-
-    def columns(self) -> dict[str, object]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(frozen=True, slots=True)
 class Routed:
     """What the two adapter vectors learn in an update: keep → δS, quar → δS_hack. None: that one is not stepped."""
 
     keep: Gradient | None = None
     quar: Gradient | None = None
-    diag: Diagnostics = field(default_factory=Diagnostics)
+    # what the method measured, by the table's column (`StepRow`)
+    measured: Mapping[str, float | None] = field(default_factory=dict)
     # by `Group.index`: as they were acted on
     flags: Mapping[int, Flags] = field(default_factory=dict)
     directions: Directions | None = None  # for cos_upd, measured after the optimiser

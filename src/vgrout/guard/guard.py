@@ -202,8 +202,6 @@ class Guard:
         self.halted = ""  # why a detector has halted the run; "": none has. It is never cleared
         self.diverged = ""  # why the run has diverged; "": it has not
         self.readings: dict[str, object] = {}  # of the last step, for steps.jsonl
-        if cfg.guard_mode == "log" and cfg.guard_blind:
-            logger.debug(f"the guard cannot fire in this run: {cfg.guard_blind}")
 
     # ── one step
 
@@ -337,7 +335,7 @@ class Guard:
 
         Where demonstrations are not what is learnt, their log-prob may fall in a healthy run.
         """
-        learns_demonstrations = self.cfg.mixes and not self.cfg.method.changes_rewards
+        learns_demonstrations = self.cfg.mixes and self.cfg.method.spec.acts_on != "rewards"
         return not learns_demonstrations or self.cfg.env.teacher_off_step is not None
 
     def _tripwire_logp(self, row: StepRow) -> float | None:

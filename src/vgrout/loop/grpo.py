@@ -22,7 +22,7 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.ground import ranks
 from vgrout.ground.data import Batch, UpdateRow
-from vgrout.loop.loss_metrics import LossMetrics, Tally
+from vgrout.loop.loss_metrics import Tally
 from vgrout.loop.losses import LossInput, Norm, policy_loss
 from vgrout.loop.micro_batches import (
     Merged,
@@ -54,7 +54,7 @@ class PolicyGradients(NamedTuple):
 
     # row n: the sum over the rows with `row_of_g` n; None: a gradient or a number is not finite
     g: Gradients | None
-    metrics: LossMetrics
+    metrics: Mapping[str, float | None]  # columns of the step's row
 
 
 def policy_gradients(
@@ -166,10 +166,10 @@ def _backward(
             prefixes.backward()
 
 
-def _is_finite(g: Gradients, metrics: LossMetrics) -> bool:
+def _is_finite(g: Gradients, metrics: Mapping[str, float | None]) -> bool:
     """Whether the update may be learnt from: its gradients on every rank, its loss, and all that was measured."""
     measured = True
-    for number in metrics.columns().values():
+    for number in metrics.values():
         if number is not None and not math.isfinite(number):
             measured = False
     own_gradients = bool(g.isfinite().all())

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,39 +16,6 @@ from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
-
-
-@dataclass(frozen=True, slots=True)
-class LossMetrics:
-    """One step's numbers, over all its tokens. None: there was no such token."""
-
-    loss: float | None = None
-    lp_s: float | None = None  # mean log-prob a token, student rows (full softmax, temperature 1)
-    lp_t: float | None = None  # … teacher rows
-    kl: float | None = None  # mean per token to the reference; None at beta 0
-    # π_trainer / π_sampler, before any mask, over the student tokens
-    ratio_min: float | None = None
-    ratio_mean: float | None = None
-    ratio_max: float | None = None
-    # mean ratio − log ratio − 1 over them: 0 if the sampler had the trainer's weights
-    mismatch_kl: float | None = None
-    # … over all student tokens that lost their policy gradient
-    masked_mismatch_kl: float | None = None
-    unmasked_mismatch_kl: float | None = None  # … over the others
-    # share of tokens that lost their policy gradient to the mask
-    is_masked: float | None = None
-    is_masked_low: float | None = None  # … because their ratio (dppo_tv: difference) is too low
-    is_masked_high: float | None = None  # … too high
-    masked_positive: float | None = None  # … among tokens of positive advantage
-    masked_negative: float | None = None  # … among tokens of negative advantage
-
-    def columns(self) -> dict[str, float | None]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-# numbers that are read off the tallies "loss" and "ratio"; each other one is the mean of its own tally
-OF_LOSS_AND_RATIO = ("loss", "ratio_min", "ratio_mean", "ratio_max")
-MEANS = tuple(f.name for f in fields(LossMetrics) if f.name not in OF_LOSS_AND_RATIO)
 
 
 @dataclass
@@ -129,22 +96,21 @@ class Tally:
             of_tokens[name] = column[batch.wanted].double()
         self.parts.append(of_tokens)
 
-    def metrics(self) -> LossMetrics:
-        """What was measured of all ranks' tokens."""
+    def metrics(self) -> dict[str, float | None]:
+        """The step's columns of its losses (`StepRow`), over all ranks' tokens. None: there was no such token."""
         spreads: defaultdict[str, _Spread] = defaultdict(_Spread)
         for of_rank in ranks.gather(self._spreads):
             for name, spread in of_rank.items():
                 spreads[name] += spread
-        loss = spreads["loss"]
-        ratio = spreads["ratio"]
-        means = {name: spreads[name].mean for name in MEANS}
-        return LossMetrics(
-            loss=loss.sum if loss.n else None,
-            ratio_min=ratio.low if ratio.n else None,
-            ratio_mean=ratio.mean,
-            ratio_max=ratio.high if ratio.n else None,
-            **means,
-        )
+        loss = spreads.pop("loss", _Spread())
+        ratio = spreads.pop("ratio", _Spread())
+        return {
+            **{name: spread.mean for name, spread in spreads.items()},
+            "loss": loss.sum if loss.n else None,
+            "ratio_min": ratio.low if ratio.n else None,
+            "ratio_mean": ratio.mean,
+            "ratio_max": ratio.high if ratio.n else None,
+        }
 
     def _spreads(self) -> dict[str, _Spread]:
         """What was measured of this rank's tokens."""

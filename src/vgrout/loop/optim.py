@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vgrout.config.settings import OptConfig
 from vgrout.ground.tensor_types import Routed
-from vgrout.loop.loss_metrics import LossMetrics
 from vgrout.method.projection import cos_upd
 from vgrout.model.svd_adapter import SvdAdapter
 
@@ -41,14 +40,14 @@ class Optimizer:
     def step(
         self,
         routed: Routed,
-        loss: LossMetrics | None = None,
+        loss: Mapping[str, float | None] | None = None,
     ) -> "Update":
         """Clip both gradients by their joint norm, step, and merge the vectors into the weights.
 
         Vectors and moments stay as they are if there is nothing to learn from, or if a gradient or
         its norm is not finite. The schedule moves on all the same.
 
-        loss: what was measured with the gradients; it goes into the update.
+        loss: the columns that were measured with the gradients; they go into the update.
         """
         lr = lr_at(self.done, self.cfg, self.steps)
         self.done += 1
@@ -129,7 +128,7 @@ class Update:
     """One step of the optimiser: what was learnt, and what was measured."""
 
     routed: Routed
-    loss: LossMetrics | None = None
+    loss: Mapping[str, float | None] | None = None
     stepped: bool = False  # False: there was nothing to learn from, or it was not finite
     skipped: bool = False  # it was not finite
     gn: float | None = None  # joint L2 norm of both gradients before clipping
@@ -143,12 +142,9 @@ class Update:
 
     def columns(self) -> dict[str, Any]:
         """The step's columns of loss, method and update."""
-        columns: dict[str, object] = {}
-        if self.loss is not None:
-            columns |= self.loss.columns()
-        if self.stepped:
-            columns |= self.routed.diag.columns()
-        return columns | {
+        return {
+            **(self.loss or {}),
+            **(self.routed.measured if self.stepped else {}),
             "gn": self.gn,
             "lr": self.lr,
             "q_egy": self.q_egy,

@@ -12,7 +12,6 @@ directions V.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -21,7 +20,7 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS
 from vgrout.ground.data import GroupView
-from vgrout.ground.tensor_types import Diagnostics, Directions, Gradient, Routed, Spans
+from vgrout.ground.tensor_types import Directions, Gradient, Routed, Spans
 from vgrout.method.base import Intervention, Rewards, Setup, StepGradient
 from vgrout.method.live_direction import LiveDirection, first_axes
 from vgrout.method.projection import (
@@ -99,12 +98,10 @@ class Erase(Surgery):
             of_module = g[self.spans[module]]
             c_use = coefficients(of_module, rows, self.mode)
             taken.append(c_use.any())
-        diagnostics = replace(
-            self.direction.diagnose(step.by_source, keep_by_source),
-            fired=fraction_of_modules(taken),
-            capped=capped,
-        )
-        return Routed(keep, None, diagnostics, directions=V)
+        measured = self.direction.diagnose(step.by_source, keep_by_source)
+        measured["fired"] = fraction_of_modules(taken)
+        measured["capped"] = capped
+        return Routed(keep, None, measured, directions=V)
 
     def _stretch(self, keep: Gradient, g: Gradient) -> int | None:
         """Stretch what is kept, in place, to the length of g in every module with a direction.
@@ -139,11 +136,9 @@ class Route(Surgery):
         for module in V:
             of_module = quar[self.spans[module]]
             routed.append(of_module.any())
-        diagnostics = replace(
-            self.direction.diagnose(step.by_source, keep_by_source),
-            fired=fraction_of_modules(routed),
-        )
-        return Routed(keep, quar, diagnostics, directions=V)
+        measured = self.direction.diagnose(step.by_source, keep_by_source)
+        measured["fired"] = fraction_of_modules(routed)
+        return Routed(keep, quar, measured, directions=V)
 
 
 class Route2(Intervention):
@@ -184,7 +179,7 @@ class Route2(Intervention):
         if step.direction is None:
             flagged = sum(row.flagged for row in step.rows)
             share = flagged / len(step.rows)
-            return Routed(keep, quar, Diagnostics(routed=share))
+            return Routed(keep, quar, {"routed": share})
         V = step.direction.V
         of_students = (kept * ~step.teacher).sum(0)
         of_teachers = (kept * step.teacher).sum(0)
@@ -194,13 +189,11 @@ class Route2(Intervention):
             of_module = keep[self.spans[module]]
             c = along(of_module, v)[0]
             resid.append(c / of_module.norm())
-        diagnostics = replace(
-            step.direction.diagnose(step.by_source, by_source),
-            resid=mean_over_modules(resid),
-        )
+        measured = step.direction.diagnose(step.by_source, by_source)
+        measured["resid"] = mean_over_modules(resid)
         if step.flags is not None:
-            diagnostics = replace(diagnostics, **step.flags.measured)
-        return Routed(keep, quar, diagnostics, directions=V)
+            measured |= step.flags.measured
+        return Routed(keep, quar, measured, directions=V)
 
     def _shares(self, step: StepGradient) -> Float[Tensor, "N _R"]:
         """f, the share of each row that is routed: one of the whole row [N, 1], or one at each place [N, R]."""

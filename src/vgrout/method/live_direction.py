@@ -18,7 +18,7 @@ from vgrout.direction.extract import Direction, extract, obtain
 from vgrout.direction.pairs import KnownCorrect, PairSet
 from vgrout.ground.data import GradedAnswer, Task
 from vgrout.ground.io import Diverged, Refused
-from vgrout.ground.tensor_types import Diagnostics, Directions, Gradient, Spans
+from vgrout.ground.tensor_types import Directions, Gradient, Spans
 from vgrout.method.projection import cos_pre
 from vgrout.model.policy import Policy
 
@@ -206,8 +206,8 @@ class LiveDirection:
         self,
         g: Float[Tensor, "3 R"],
         kept: Float[Tensor, "3 R"],
-    ) -> Diagnostics:
-        """Measure how much of g, and of its kept part, points along V.
+    ) -> dict[str, float | None]:
+        """Measure how much of g, and of its kept part, points along V, by the table's columns.
 
         g, kept: sums over all rows, over the policy's own, over the demonstrations.
         """
@@ -217,14 +217,14 @@ class LiveDirection:
 
         total, students, teachers = g
         kept_total, kept_students, kept_teachers = kept
-        return Diagnostics(
-            cos_pre=cosine(total),
-            cos_pre_s=cosine(students),
-            cos_pre_t=cosine(teachers),
-            cos_post=cosine(kept_total),
-            cos_post_s=cosine(kept_students),
-            cos_post_t=cosine(kept_teachers),
-        )
+        return {
+            "cos_pre": cosine(total),
+            "cos_pre_s": cosine(students),
+            "cos_pre_t": cosine(teachers),
+            "cos_post": cosine(kept_total),
+            "cos_post_s": cosine(kept_students),
+            "cos_post_t": cosine(kept_teachers),
+        }
 
     def _take(self, direction: Direction) -> None:
         """Choose V from this direction, and remember it as the latest."""

@@ -105,8 +105,6 @@ def launch(
             on_run(run)
         with run:
             run.announce(*first_lines(cfg, named=named))
-            if cfg.guard_warning:
-                logger.warning(cfg.guard_warning)
             for line in plan:
                 logger.debug(line)
             with ranks.joined():

@@ -222,9 +222,8 @@ def guard_line(cfg: Config) -> str:
         case "off":
             return "off"
         case "log":
-            if cfg.guard_warning:
-                return f"log: {cfg.guard_warning}"
-            blind = f" (it cannot fire: {cfg.guard_blind})" if cfg.guard_blind else ""
+            why = cfg.guard_cannot_halt
+            blind = f" (it could not halt this run: {why})" if why else ""
             return f"log: a verdict is a warning{blind}"
         case "halt":
             rules = ", ".join(cfg.guard.halting)

@@ -5,7 +5,7 @@ named with its reason · 2 refused, nothing started · 130 interrupted: the runs
 and the same command continues.
 """
 
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.ground import console
 from vgrout.runs.context import leave
 from vgrout.sweep.runner import SweepSettings, run_study
@@ -13,7 +13,7 @@ from vgrout.sweep.runner import SweepSettings, run_study
 
 def main(argv: list[str] | None = None) -> int:
     console.setup(None)
-    return cli_exit(lambda: run_study(parse_command(SweepSettings, argv, "vgrout sweep")))
+    return cli_exit(lambda: run_study(parse_args(SweepSettings, argv, "vgrout sweep")))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.config import checks
-from vgrout.config.cli import cli_exit, parse_command
+from vgrout.config.cli import cli_exit, parse_args
 from vgrout.config.run import Config
 from vgrout.config.settings import BENCHMARK_TRAIN, EnvConfig, Sampling, ScaleConfig
 from vgrout.config.world_names import CODE_FLAWS, ORGANISM
@@ -442,7 +442,7 @@ def command(
     console.setup(None)
 
     def run() -> int:
-        make(parse_command(settings, argv, f"vgrout {name}"))
+        make(parse_args(settings, argv, f"vgrout {name}"))
         return 0
 
     return cli_exit(run, "interrupted; the same command goes on from here")
