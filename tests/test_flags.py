@@ -6,6 +6,7 @@ plan by what --dry-run prints.
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,8 @@ import torch
 
 from runs import adapter_bytes, once, rows, run
 from vgrout import train
-from vgrout.config.presets import flag_names, resolve
+from vgrout.config.presets import flag_names, resolve, resumed
+from vgrout.config.run import FREE, GROUPS, from_dict
 from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.grading.grade import Grader
@@ -235,6 +237,28 @@ def test_every_flag_has_an_entry():
             text = Path(__file__).with_name(file).read_text(encoding="utf-8")
             assert f"def {test}(" in text, name
             assert name in text, f"{name} is nowhere in {file}"
+
+
+PLAIN = {
+    name: entry
+    for name, entry in FLAGS.items()
+    if isinstance(entry, Run) and not re.search(r"[{]|flags_reward", f"{entry}")
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_is_typed_beside_resume_is_the_runs_or_refused(name):
+    """At its preset's default, too. What may differ is taken, what is not typed is the run's."""
+    words, of_run = lines_of(name, PLAIN[name], {})
+    stored = from_dict(resolve(of_run).as_dict())
+    given = resolve([*words, "--resume=x"])
+    cfg, differing = resumed(given, stored)
+    setting = name.removeprefix("--").replace("-", "_")
+    assert (name in " ".join(differing)) == (setting not in FREE), differing
+    (group,) = [g for g in GROUPS if hasattr(getattr(cfg, g), setting)]
+    taken = given if setting in FREE else stored
+    assert getattr(getattr(cfg, group), setting) == getattr(getattr(taken, group), setting)
+    assert resumed(resolve([*of_run, "--resume=x"]), stored) == (stored, [])
 
 
 @pytest.fixture(scope="module")

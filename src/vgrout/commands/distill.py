@@ -5,7 +5,10 @@ methods are MiniLLM (arXiv 2306.08543) and, across tokenizers, ULD (arXiv 2402.1
 are those of runs/context.py.
 """
 
-from vgrout.config.cli import cli_exit, parse_args
+import sys
+from collections.abc import Collection
+
+from vgrout.config.cli import OF_COMMANDS, cli_exit, parse_args, translated, typed
 from vgrout.ground import console
 from vgrout.ground.io import to_json
 from vgrout.ground.machine import cores
@@ -15,14 +18,14 @@ from vgrout.runs.run_dir import require_same
 from vgrout.runs.tracking import Trackers
 
 
-def start(requested: DistillSettings) -> int:
-    """Check the settings and files, then distil. Returns the exit code.
+def start(requested: DistillSettings, given: Collection[str] = ()) -> int:
+    """Check the settings and files, then distil. Returns the exit code. given: settings that were typed.
 
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
     """
     console.setup(None)  # what is said before the run has a log
-    path, settings = find_resume(requested)
+    path, settings = find_resume(requested, given)
     task = prepare_distillation(settings, path)
     if settings.plan_only:
         print(to_json(task.plan()))
@@ -50,7 +53,10 @@ def start(requested: DistillSettings) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+
     def parse_and_start() -> int:
-        return start(parse_args(DistillSettings, argv, "vgrout distill"))
+        given = typed(translated(words, OF_COMMANDS["distill"]))
+        return start(parse_args(DistillSettings, words, "vgrout distill"), given)
 
     return cli_exit(parse_and_start, NOTHING)

@@ -14,6 +14,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import tyro
@@ -95,6 +96,17 @@ def _words(argv: Sequence[str]) -> list[str]:
         else:
             words.append(word)
     return words
+
+
+def typed(argv: Sequence[str]) -> dict[str, str]:
+    """The settings that a command line names, as fields (max_new for --max-new), each with the word of its value."""
+    found: dict[str, str] = {}
+    for word, following in pairwise([*argv, ""]):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+            found[name] = value if equals else following
+    return found
 
 
 def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:

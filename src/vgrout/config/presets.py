@@ -11,13 +11,13 @@ from pathlib import Path
 import tyro
 
 from vgrout.config.checks import changed, flag, listed, refuse_unread, rule_of, summary
-from vgrout.config.cli import parsed, translated
+from vgrout.config.cli import parsed, translated, typed
 from vgrout.config.run import FREE, GROUPS, Config, merge_flags
 from vgrout.config.settings import LOSSES, EnvConfig, EvalConfig, LossConfig, OptConfig, ScaleConfig
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, register
 from vgrout.config.world_names import ORGANISM, VERIFIERS, holds_text
 from vgrout.ground import embedded
-from vgrout.ground.io import Refused, command, did_you_mean, refuse, to_json
+from vgrout.ground.io import Refused, command, did_you_mean, refuse
 from vgrout.ground.scoring import forget_edited, import_function
 
 _ORGANISM = Config(
@@ -172,7 +172,7 @@ def parse(preset: str, words: Sequence[str]) -> Config:
 
 
 def resolve(argv: Sequence[str], *, trusted: bool = True) -> Config:
-    """The configuration of a command line. `--help`, `--help-all` and `--dry-run=config` print and exit.
+    """The configuration of a command line. `--help` and `--help-all` print and exit.
     Raises Refused, one line, at the first bad flag.
 
     trusted: as for `import_named`.
@@ -191,19 +191,16 @@ def resolve(argv: Sequence[str], *, trusted: bool = True) -> Config:
         alone = following not in ("True", "False", "None")
         words.append(SWITCH.get(word, word) if alone else word)
     words = joined(words)
-    configuration = "--dry-run=config" in words
-    words = [word for word in words if word != "--dry-run=config"]
+    given = typed(words)
+    words = [word.replace("--dry-run=config", "--dry-run") for word in words]
     import_named(words, trusted=trusted)
-    _require_world(preset, words)
-    cfg = parse(preset, words)
+    _require_world(preset, given)
+    cfg = replace(parse(preset, words), typed=given)
     cfg.sampling.require_draws("--group", cfg.scale.group)
     _require_read(cfg)
     if cfg.guard_mode == "off":
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
         refuse_unread(idle, "with --guard off; leave it out")
-    if configuration:
-        print(to_json(cfg.as_dict()))
-        raise SystemExit(0)
     return cfg
 
 
@@ -252,26 +249,23 @@ def import_named(argv: Sequence[str], *, trusted: bool = True, where: str = "") 
             register(classes[name], own, given, name)
 
 
-def _require_world(preset: str, argv: Sequence[str]) -> None:
+def _require_world(preset: str, given: Mapping[str, str]) -> None:
     """Raises Refused where the code world is chosen beside --reference, and where rows of text are given without it:
     else the first refusal would be about some flag that does not fit the code world, which is the usual one."""
-    given: dict[str, str] = {}
-    for word, following in pairwise([*argv, ""]):
-        name, equals, value = word.partition("=")
-        given[name] = value if equals else following
-    reference = given.get("--reference", "")
+    reference = given.get("reference", "")
     refuse(
-        bool(reference) and given.get("--env") == "code",
+        bool(reference) and given.get("env") == "code",
         f"--env code with --reference {reference}: the problems' own tests say what is right there; leave one out",
     )
     usual = PRESETS[preset][1].env.env
-    if reference or "--resume" in given or given.get("--env", usual) != "code":
+    if reference or "resume" in given or given.get("env", usual) != "code":
         return
-    for name in ("--problems", "--test-problems"):
+    for name in ("problems", "test_problems"):
         file = given.get(name, "")
         refuse(
             bool(file) and holds_text(Path(file)),
-            f"{name} {file}: rows of text, which need --reference module:function, what is right, beside --reward",
+            f"{flag(name)} {file}: rows of text, which need --reference module:function, what is right, beside "
+            "--reward",
         )
 
 
@@ -328,15 +322,11 @@ def flag_names() -> list[str]:
 
 
 def resumed(requested: Config, stored: Config) -> tuple[Config, list[str]]:
-    """The stored configuration with the process settings given now, and the flags that contradict it.
-
-    A flag at its preset's default counts as not given; one that was given and differs is a contradiction.
-    """
-    default = PRESETS[requested.preset][1]
+    """The stored configuration with the process settings typed now, and the flags that contradict it."""
     differing, groups = [], {}
     for group in GROUPS:
         merged, contradict = merge_flags(
-            *(asdict(getattr(c, group)) for c in (requested, stored, default)), free=FREE
+            *(asdict(getattr(c, group)) for c in (requested, stored)), requested.typed, free=FREE
         )
         groups[group] = replace(getattr(stored, group), **merged)
         differing += contradict

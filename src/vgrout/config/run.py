@@ -8,7 +8,7 @@ tyro may run it twice. Derived numbers are properties.
 import hashlib
 import json
 import re
-from collections.abc import Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -57,6 +57,10 @@ class Config:
     detectors: DetectorConfig = field(default_factory=DetectorConfig)
     run: RunConfig = field(default_factory=RunConfig)
     preset: Annotated[str, tyro.conf.Suppress] = "fast"
+    # what was typed on the command line, by settings: beside --resume these have to be the run's
+    typed: Annotated[Mapping[str, str], tyro.conf.Suppress] = field(
+        default_factory=dict, compare=False
+    )
 
     def __post_init__(self) -> None:
         # the run's own configuration is checked; flags beside --resume have to equal it
@@ -290,7 +294,7 @@ class Config:
         return json.loads(json.dumps({**settings, "preset": self.preset}, default=str))
 
 
-GROUPS = tuple(f.name for f in fields(Config) if f.name != "preset")
+GROUPS = tuple(f.name for f in fields(Config) if f.name not in ("preset", "typed"))
 
 
 # ── settings as a run's files have them: read back, compared, and joined with a command line's
@@ -358,15 +362,17 @@ _REQUESTS = {"resume", "trust_code"}  # no part of the run
 
 
 def merge_flags(
-    given: dict[str, object], stored: dict[str, object], default: dict[str, object], free: Set[str]
+    given: dict[str, object], stored: dict[str, object], typed: Collection[str], free: Set[str]
 ) -> tuple[dict[str, object], list[str]]:
-    """A run's stored settings with those given now, and the flags among them that are not `free` to differ."""
+    """A run's stored settings with those typed now that are `free`, and the flags of others that differ."""
     merged, differing = dict(stored), []
     for name in stored:
-        if name not in _REQUESTS and given[name] not in (default[name], stored[name]):
+        if name not in typed or name in _REQUESTS or given[name] == stored[name]:
+            continue
+        if name in free:
             merged[name] = given[name]
-            if name not in free:
-                differing.append(f"{flag(name)} {given[name]} (run: {stored[name]})")
+        else:
+            differing.append(f"{flag(name)} {given[name]} (run: {stored[name]})")
     return merged, differing
 
 

@@ -6,7 +6,7 @@ The settings give a configuration of the trainer's, which checks most of them. N
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -360,8 +360,10 @@ def prepare_distillation(settings: DistillSettings, run: Path | None) -> Distill
     return DistillTask(settings, cfg, inputs, student, teacher_model, anchor)
 
 
-def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSettings]:
-    """The run directory to continue and the settings; None and `requested` for a new run.
+def find_resume(
+    requested: DistillSettings, typed: Collection[str]
+) -> tuple[Path | None, DistillSettings]:
+    """The run directory to continue and the settings; None and `requested` for a new run. typed: names of settings.
 
     A resumed run keeps its own settings, except those in FREE, which the command line may change.
 
@@ -383,9 +385,7 @@ def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSetting
         any(getattr(stored, name) != getattr(requested, name) for name in code),
         f"--resume {path}: the run names code; give the same {flags(code)} once more to import it",
     )
-    merged, differing = merge_flags(
-        requested.flat(), stored.flat(), DistillSettings(resume="-").flat(), free=FREE
-    )
+    merged, differing = merge_flags(requested.flat(), stored.flat(), typed, free=FREE)
     if differing:
         raise Refused(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
     return path, replace(stored, **{name: merged[name] for name in FREE})

@@ -25,6 +25,7 @@ from vgrout.ground.io import (
     show_fault,
     show_refusal,
     spelled,
+    to_json,
 )
 from vgrout.ground.machine import cores
 from vgrout.ground.ranks import RankLost
@@ -76,6 +77,9 @@ def launch(
         logger.warning(str(e))
         return INTERRUPTED
     path, cfg = find_resume(requested)
+    if requested.typed.get("dry_run") == "config":
+        print(to_json(cfg.as_dict()))
+        return FINISHED
     named = named or path is not None
     inputs = preflight(cfg, path)
     hashes = file_hashes(cfg, inputs)
