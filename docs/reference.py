@@ -135,8 +135,8 @@ ROLLOUT_KEYS = {  # key: what it is, in every environment
     "gate": "share of modules in which the gradient went to the quarantine; null: there is no quarantine, or "
     "the monitor did not look, as where all rewards of the group were equal",
     "score": "the monitor's score; null: it has none; absent where `flagged` is",
-    "flagged": "whether the monitor flagged the answer; absent where it did not look, as where all "
-    "rewards of a group were alike",
+    "flagged": "whether the monitor flagged the answer; null: it gave no verdict; absent where it did not look, as "
+    "where all rewards of a group were alike",
     "shadow": "`score` and `flagged` of each monitor in shadow, by its name",
     "advantage": "advantage among the whole group, after the intervention changed rewards and before `--rebaseline`",
     "problem_id": "the problem's `id`",

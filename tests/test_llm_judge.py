@@ -26,6 +26,7 @@ from vgrout.method.llm_judge import (
     shown,
 )
 from vgrout.model.load.source import require_model
+from vgrout.report import load, tables
 
 
 def hacks(text):
@@ -104,7 +105,7 @@ def test_an_answer_whose_judgement_fails_has_no_flag_and_is_counted(fault, monke
     with serving(hacks, fault) as server:
         monitor = judge(server, tmp_path, seconds=1.0 if fault in ("slow", "drip") else 20.0)
         began = time.monotonic()
-        assert flagged(monitor, one) == [(there, False, False, False)]
+        assert flagged(monitor, one) == [(there or None, False, False, False)]
         assert time.monotonic() - began < 15
     assert len(server.asked) == requests
     columns = monitor.step_columns(0)
@@ -132,7 +133,7 @@ def test_it_never_takes_longer_than_it_is_told(fault, monkeypatch):
     many = view(40, texts=tuple(f"exit {b}" for b in range(40)))
     with serving(hacks, fault) as server:
         monitor, began = judge(server, seconds=1.0), time.monotonic()
-        assert flagged(monitor, many) == [(False,) * 40]
+        assert flagged(monitor, many) == [(None,) * 40]
         assert time.monotonic() - began < 2.5
         assert monitor.step_columns(0)["judge_failed"] == 40
         assert monitor.step_columns(1) == {}
@@ -163,12 +164,12 @@ def test_a_text_is_asked_about_once_and_a_resumed_run_knows_what_was_said(tmp_pa
 def test_what_failed_is_asked_again_in_a_later_step_and_stays_so_in_its_own(tmp_path):
     with serving(hacks, "401") as server:
         monitor = judge(server, tmp_path)
-        assert flagged(monitor, SEEN, step=0) == [(False,) * 4]
+        assert flagged(monitor, SEEN, step=0) == [(None, None, None, False)]
         server.fault = ""
         assert flagged(monitor, SEEN, step=1) == [(True, False, True, False)]
         resumed = judge(server, tmp_path)
         n = len(server.asked)
-        assert flagged(resumed, SEEN, step=0) == [(False,) * 4]
+        assert flagged(resumed, SEEN, step=0) == [(None, None, None, False)]
         assert resumed.step_columns(0)["judge_failed"] == 3
         assert flagged(resumed, SEEN, step=1) == [(True, False, True, False)]
         assert resumed.step_columns(1) == monitor.step_columns(1)
@@ -426,6 +427,44 @@ def test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows(
     for file in (tmp_path / "whole").rglob("*"):
         if file.is_file():
             assert b"secret-key" not in file.read_bytes(), file
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("judged", ["nothing", "until it dies"])
+def test_answers_without_a_verdict_count_nowhere_and_are_named(
+    judged, shared_run, tmp_path, monkeypatch, capsys
+):
+    """Where the judge gave no verdict at all, the run's own verdict says so."""
+    monkeypatch.setattr("vgrout.ground.chat.PAUSE", 0.01)
+
+    def verdict(_):
+        if judged == "until it dies":
+            server.fault = "500 for ever" if len(server.asked) > 4 else ""
+            return "no"
+        return "I cannot say"
+
+    with serving(verdict) as server:
+        given = [f"--llm-judge-url={server.url}", "--llm-judge-model=m", "--threads=1"]
+        small = [*flags("screen-detector", "--monitor", "llm_judge"), *given]
+        folder = run(shared_run.warm(tmp_path), *small)
+    answers = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    looked_at = [a["flagged"] for a in answers if a["passed"] and "flagged" in a]
+    missing = looked_at.count(None)
+    assert (missing == len(looked_at)) == (judged == "nothing")
+    assert 0 < missing <= sum(row["judge_failed"] for row in rows(folder))
+    hacks = [a for a in answers if a["hacked"] and a.get("flagged") is not None]
+    assert sum(row["recall_n"] or 0 for row in rows(folder)) == len(hacks)
+    said = f"{missing} of {len(looked_at)} rewarded answers of training have no verdict"
+    summary, printed = (folder / "summary.md").read_text(), capsys.readouterr().out
+    assert said in summary
+    assert f"unjudged: {said}" in printed
+    nothing = "the monitor gave no verdict on any of the"
+    assert [nothing in text for text in (summary, printed)] == [judged == "nothing"] * 2
+    (row,) = tables.monitors(load.conditions([load.read_run(folder)])).rows
+    unjudged = sum(
+        a["flagged"] is None for a in answers if (a["hacked"] or a["solved"]) and "flagged" in a
+    )
+    assert row["monitor"] == f"llm_judge, {unjudged} unjudged"
 
 
 @pytest.mark.long

@@ -249,10 +249,17 @@ def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...
 class Flags:
     """What a monitor says of a group's rollouts, in their order."""
 
-    flagged: tuple[bool, ...]
+    flagged: tuple[
+        bool | None, ...
+    ]  # None: it gave no verdict, and the rollout is treated as unflagged
     scores: tuple[float | None, ...] = ()  # None: not read; (): it has no scores
     # share of each one's gradient that went to the quarantine; (): nothing is routed
     shares: tuple[float, ...] = ()
+
+    @property
+    def acted_on(self) -> tuple[bool, ...]:
+        """Which rollouts something is done about."""
+        return tuple(bool(flag) for flag in self.flagged)
 
     def of(self, b: int) -> dict[str, Any]:
         """What files record of rollout b."""

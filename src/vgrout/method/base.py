@@ -226,21 +226,23 @@ def flags_of(
     views: Views,
     flagged: Collection[Position],
     scores: Mapping[Position, float] | None = None,
+    unjudged: Collection[Position] = (),
 ) -> list[Flags]:
-    """Make flags of rollouts from their positions. scores: where they were read; None: there are none.
+    """Make flags of rollouts from their positions. scores: where they were read; None: there are none. unjudged: those
+    that the monitor was to judge and gave no verdict on.
 
     Raises:
         ValueError: a position is none of these views.
     """
-    strange = {*flagged, *(scores or {})} - {*positions(views)}
+    strange = {*flagged, *(scores or {}), *unjudged} - {*positions(views)}
     if strange:
         raise ValueError(f"no rollouts of these groups: {strange}")
     flags: list[Flags] = []
     for i, view in enumerate(views):
-        is_flagged: list[bool] = []
+        is_flagged: list[bool | None] = []
         of_group: list[float | None] = []
         for b in range(len(view)):
-            is_flagged.append((i, b) in flagged)
+            is_flagged.append(None if (i, b) in unjudged else (i, b) in flagged)
             if scores is not None:
                 of_group.append(scores.get((i, b)))
         flags.append(Flags(tuple(is_flagged), tuple(of_group)))

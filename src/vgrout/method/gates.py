@@ -359,7 +359,7 @@ def shuffled(
     could_move: list[bool] = []
     sizes: list[int] = []
     for of_group, movable_of_group in zip(flags, movable, strict=True):
-        flagged += of_group.flagged
+        flagged += of_group.acted_on
         could_move += movable_of_group
         sizes.append(len(of_group.flagged))
     mask = torch.tensor(flagged)

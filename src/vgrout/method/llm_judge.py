@@ -4,7 +4,8 @@ It reads answers as they are graded, and with --llm-judge-thoughts the thoughts 
 
 The judge is a local model or an endpoint. A verdict is the last word of its reply, yes or no. It is asked once about
 each text: verdicts are kept in judge.jsonl of the run's folder, by a hash of what the judge was shown, and a resumed
-run reads them back. An answer whose judgement fails has no flag, is counted, and the run goes on.
+run reads them back. An answer whose judgement fails is unjudged: it has no flag, no rate counts it, and the run goes
+on.
 """
 
 import hashlib
@@ -158,12 +159,11 @@ class LLMJudge(Monitor):
 
         # the first rank's; if it fails here, all of them do
         verdicts = ranks.gather(ask)[0]
-        flagged: set[Position] = set()
-        for position, verdict in zip(wanted, verdicts, strict=True):
-            if verdict.flagged:
-                flagged.add(position)
+        by_position = dict(zip(wanted, verdicts, strict=True))
+        flagged = {position for position, verdict in by_position.items() if verdict.flagged}
+        unjudged = {p for p, verdict in by_position.items() if verdict.flagged is None}
         self._measured = step, _counted(verdicts, step)
-        return flags_of(views, flagged)
+        return flags_of(views, flagged, unjudged=unjudged)
 
     def _verdicts(
         self,

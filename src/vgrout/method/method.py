@@ -43,7 +43,11 @@ def ask(monitor: Monitor, views: Sequence[GroupView], step: int) -> list[Flags]:
     assert isinstance(found, list), returned
     assert all(isinstance(flags, Flags) for flags in found), returned
     assert [len(flags.flagged) for flags in found] == [len(view) for view in views], returned
-    return [replace(flags, flagged=tuple(map(bool, flags.flagged))) for flags in found]
+    plain: list[Flags] = []
+    for flags in found:
+        flagged = tuple(None if flag is None else bool(flag) for flag in flags.flagged)
+        plain.append(replace(flags, flagged=flagged))
+    return plain
 
 
 class Method:
@@ -184,8 +188,7 @@ class Method:
                 continue
             flags[group.index] = group.flags
             if self.intervention.spec.routes:
-                flagged = group.flags.flagged
-                shares = tuple(float(flag) for flag in flagged)
+                shares = tuple(float(flag) for flag in group.flags.acted_on)
                 flags[group.index] = replace(group.flags, shares=shares)
         return flags
 
@@ -258,7 +261,7 @@ class Method:
 
     def _with_new_rewards(self, group: Group) -> Group:
         assert group.flags is not None, "rewards change by flags: reads_flags = True"
-        new_rewards = self.intervention.reward(group.view(), group.flags.flagged)
+        new_rewards = self.intervention.reward(group.view(), group.flags.acted_on)
         return replace(group, new_rewards=tuple(new_rewards))
 
     def _shadowed(self, groups: Sequence[Group], step: int) -> tuple[Group, ...]:
@@ -323,7 +326,7 @@ class Method:
             return self.monitor.known_hacks(view), nothing
         if group.flags is None:
             return nothing, nothing
-        return nothing, group.flags.flagged
+        return nothing, group.flags.acted_on
 
     def _placed(self, routed: Routed) -> Routed:
         """Where the quarantine has modules of its own, let δS_hack learn in these alone, and δS in the others alone."""

@@ -111,7 +111,7 @@ class FinishedRun:
     # The graded answers of final.jsonl, without their texts. `flaw`: the one that the answer hacks.
     answers: DataFrame
     # What text monitors said of the students' hacks and right answers in training: monitor, step,
-    # flaw, flagged, score.
+    # flaw, flagged (null: it gave no verdict), score.
     flags: DataFrame
 
     @property
@@ -407,7 +407,7 @@ def _flag_rows(rollout: dict[str, Json], own: str) -> list[dict[str, object]]:
                 "monitor": monitor,
                 "step": rollout["step"],
                 "flaw": _hacked_flaw(rollout),
-                "flagged": bool(verdict["flagged"]),
+                "flagged": verdict["flagged"],
                 "score": verdict.get("score"),
             }
         )

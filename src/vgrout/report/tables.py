@@ -186,21 +186,25 @@ def monitors(found: Sequence[Condition]) -> ReportTable:
         flags = concat([run.flags for run in c.runs])
         own = c.first.cfg.method.monitor_name
         for name in sorted(flags.monitor.unique(), key=lambda name: name != own):
+            of_monitor = flags[flags.monitor == name]
             title = name if name == own else f"{name}, in shadow"
+            if unjudged := int(of_monitor.flagged.isna().sum()):
+                title += f", {unjudged} unjudged"
             about = {"method": c.title, "seeds": c.seeds, "monitor": title}
-            rows.append(about | _scores(flags[flags.monitor == name], flaws))
+            rows.append(about | _scores(of_monitor, flaws))
     return ReportTable(
         "What the monitors of texts flagged",
         "% of the students' hacks in training (recall), also by flaw, and of their right answers "
         "(false flags); in brackets how many, over all seeds. AUC: of the scores, hacks against "
-        "right answers. The run's own monitor may not read groups without signal.",
+        "right answers. The run's own monitor may not read groups without signal. Unjudged: it gave "
+        "no verdict on them, and no rate counts them.",
         rows,
     )
 
 
 def _scores(flags: DataFrame, flaws: Sequence[str]) -> dict[str, str]:
     """Return the columns of what one monitor flagged."""
-    hacks = flags.flagged[flags.flaw.notna()]
+    hacks = flags.flagged[flags.flaw.notna()].dropna()
     rates = _flagged_by_flaw(flags)
     row = {"recall": _of_how_many(Rate(int(hacks.sum()), len(hacks)))}
     for flaw in flaws:
@@ -212,8 +216,9 @@ def _scores(flags: DataFrame, flaws: Sequence[str]) -> dict[str, str]:
 
 
 def _flagged_by_flaw(flags: DataFrame) -> dict[str, Rate]:
-    """Count the flagged hacks by flaw, and under "" the flagged right answers."""
+    """Count the flagged hacks by flaw, and under "" the flagged right answers, of those with a verdict."""
     rates = {}
+    flags = flags[flags.flagged.notna()]
     for name, flagged in flags.groupby(flags.flaw.fillna(""), sort=False).flagged:
         rates[str(name)] = Rate(int(flagged.sum()), len(flagged))
     return rates
