@@ -298,6 +298,8 @@ def legal(field: Field[Any]) -> str:
 
 def _interval(rule: Rule) -> str:
     """Return the interval of legal numbers; "": every number is."""
+    if rule.least is not None:
+        return f"0, or in [{rule.least:g}, {rule.high:g}]"
     if rule.low is not None:
         low = f"[{rule.low:g}"
     elif rule.above is not None:

@@ -1,13 +1,14 @@
 """Flags: the committed list, the presets, and one-line refusals before anything is loaded."""
 
 import io
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,7 @@ from vgrout.config.checks import check, flag, rule_of, setting
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
-from vgrout.config.settings import LOSSES, LossName
+from vgrout.config.settings import LOSSES, LossName, Sampling
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.ground import embedded
@@ -276,6 +277,33 @@ def test_bad_flags_are_refused_in_one_line_that_names_the_flag(line, named):
     with pytest.raises(ValueError, match=re.escape(named)) as refused:
         resolve(shlex.split(line))
     assert "\n" not in str(refused.value)
+
+
+NUMBERS = [
+    (group, f)
+    for group in (getattr(Config(), name) for name in GROUPS)
+    for f in fields(group)
+    if float in {f.type, *get_args(f.type)}
+]
+
+
+@pytest.mark.parametrize(
+    "value", [5e-324, 1e-38, -1e-13, 1e39, 1e308, math.inf, -math.inf, math.nan]
+)
+def test_no_fraction_is_so_small_that_it_vanishes_or_so_large_that_it_overflows(value):
+    assert len(NUMBERS) > 25
+    for group, f in NUMBERS:
+        with pytest.raises(Refused, match=f"^{flag(f.name)} .*: should "):
+            replace(group, **{f.name: value})
+
+
+@pytest.mark.parametrize("value", ["1e-7", "1e-38", "0", "1e-6"])
+def test_a_temperature_is_greedy_or_one_that_logits_can_be_divided_by(value):
+    if value in ("0", "1e-6"):
+        assert Sampling(float(value), top_k=20).temperature == float(value)
+    else:
+        with pytest.raises(Refused, match=r"--temperature .*: should be 0, or at least 1e-06"):
+            resolve(["mini", f"--temperature={value}"])
 
 
 def test_one_line_also_where_frames_cannot_be_drawn():

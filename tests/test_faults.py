@@ -541,6 +541,15 @@ def test_a_collapse_is_a_divergence(tmp_path):
     assert re.search("collapsed|not finite", status(path)["reason"])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("lr", ["1e30", "1e38"])
+@pytest.mark.parametrize("intervention", ["none", "route2"])
+def test_an_update_that_overflows_is_a_divergence(lr, intervention, tmp_path):
+    path = run(tmp_path, *bare(intervention, "--lr", lr, "--guard", "log"), code=4)
+    assert status(path)["state"] == "diverged"
+    assert "lower --lr" in status(path)["reason"]
+
+
 @pytest.mark.slow
 def test_watching_never_changes_training(tmp_path):
     argv = flags("erase", steps=4)

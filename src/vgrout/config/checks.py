@@ -19,6 +19,7 @@ class Rule:
     above: float | int | None = None  # all legal values are larger
     high: float | int | str | None = None  # largest legal value, or the field that holds it
     below: float | int | None = None  # all legal values are smaller
+    least: float | None = None  # smallest legal value beside 0; None: SMALLEST
     should: str = ""  # the error message's words in place of the interval
     words: tuple[str, ...] = ()  # legal words of a comma list …
     word: str = ""  # … and the noun for one of them
@@ -44,6 +45,9 @@ def setting(default: T, **rule: Any) -> T:
 def rule_of(setting: Field[object]) -> Rule:
     return setting.metadata.get("rule", Rule())
 
+
+# of a number that a step computes with, in fp32: products with smaller ones vanish, with larger ones overflow
+SMALLEST, LARGEST = 1e-12, 1e12
 
 Dtype = Literal["auto", "fp32", "bf16"]  # of a model's weights; auto: by the machine and the model
 
@@ -134,6 +138,8 @@ def _should(group: Group, f: Field[object], value: Any, rule: Rule) -> str:
         return rule.should
     if isinstance(value, str):  # a word, in a number's place too
         return ""
+    if isinstance(value, float) and 0 < abs(value) < (rule.least or SMALLEST):
+        return f"be {'' if rule.above == 0 else '0, or '}at least {rule.least or SMALLEST:g}"
     high = getattr(group, rule.high) if isinstance(rule.high, str) else rule.high
     if (
         (rule.low is None or value >= rule.low)

@@ -151,9 +151,8 @@ EVERYDAY: dict[str, str] = {
 def recorded(cfg: Config) -> bool:
     """Whether `embedded.PLAIN_GRPO` is the same setting without the method: mini, all but method, seed and watching."""
     mini, free = PRESETS["mini"][1], ("method", "run", "guard", "detectors")
-    alike = (
-        getattr(cfg, f.name) == getattr(mini, f.name) for f in fields(cfg) if f.name not in free
-    )
+    compared = {*GROUPS, "preset"} - {*free}
+    alike = (getattr(cfg, name) == getattr(mini, name) for name in compared)
     return cfg.method.intervention != "none" and all(alike)
 
 

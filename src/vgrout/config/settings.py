@@ -1,14 +1,14 @@
 """Groups of settings of a run, but for its method: what is trained on and how, what watches it, the run itself."""
 
 import json
-import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from vgrout.config.checks import (
+    LARGEST,
     Dtype,
     changed,
     check,
@@ -82,7 +82,7 @@ class OptConfig:
     """Decoupled decay on both parts."""
     warmup_frac: float = setting(0.1, low=0, high=1)
     """Share of the steps spent warming up, and at least one of them; 0: none."""
-    grad_clip: float = setting(10.0, above=0, should="be positive")
+    grad_clip: float = setting(10.0, above=0, high=LARGEST)
     """Largest joint L2 norm of both parts' gradients."""
 
     def __post_init__(self) -> None:
@@ -203,7 +203,7 @@ class RunConfig:
 class Sampling:
     """How answers are sampled. Applied in this order, as transformers does: temperature, top-k, top-p."""
 
-    temperature: float = setting(0.7, low=0, high=1e3)
+    temperature: float = setting(0.7, low=0, high=1e3, least=1e-6)
     """Divides the logits, wherever answers are sampled; 0: greedy."""
     top_p: float = setting(1.0, low=1e-6, high=1)
     """Sample from the smallest set of most likely tokens whose probability reaches this; 1: all."""
@@ -233,9 +233,6 @@ class Sampling:
 # ── the loss
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class LossSpec:
     """One loss: its line in help, and what it does with tokens."""
@@ -263,10 +260,6 @@ else:
     LossName = Literal[tuple(LOSSES)]
 
 
-def _not_negative(default: T) -> T:
-    return setting(default, low=0, below=math.inf, should="be 0 or more and finite")
-
-
 @dataclass(frozen=True)
 class LossConfig:
     """The policy-gradient loss.
@@ -277,18 +270,18 @@ class LossConfig:
 
     loss: LossName = "grpo"
     """See Losses above."""
-    beta: float = _not_negative(0.0)
+    beta: float = setting(0.0, low=0, high=LARGEST)
     """Weight of the KL (K3) to the adapter at zero."""
     unbiased: bool = True
     """Dr. GRPO: no division by the group's std, constant normaliser G · max_new · P."""
-    dppo_diff_low: float = _not_negative(0.2)
+    dppo_diff_low: float = setting(0.2, low=0, high=1)
     """dppo_tv: tokens whose probability fell by more than this since sampling are dropped."""
-    dppo_diff_high: float = _not_negative(0.2)
+    dppo_diff_high: float = setting(0.2, low=0, high=1)
     """dppo_tv: tokens whose probability rose by more than this since sampling are dropped."""
-    adv_tau: float = setting(1.0, above=0, below=math.inf)
+    adv_tau: float = setting(1.0, above=0, high=LARGEST)
     """Scale of the advantages, which weighs them against --beta and --teacher-tau. By itself it changes next to
     nothing, since AdamW's steps do not depend on the gradient's scale."""
-    teacher_tau: float = _not_negative(0.0)
+    teacher_tau: float = setting(0.0, low=0, high=LARGEST)
     """Adds τ · (teacher log-prob − log-prob), detached, to each token's advantage; needs --teacher-model."""
     teacher_model: str = ""
     """Model behind --teacher-tau: a folder or hub id with this run's tokenizer, or 'organism'."""
@@ -340,7 +333,7 @@ class GuardConfig:
     rise_eps: float = setting(1e-4, low=0, below=1)
     """An average that moves by no more than this counts as flat."""
     kl_hard_stop: float = setting(
-        0.08, above=0, below=math.inf, should="be a positive number of nats per token"
+        0.08, above=0, high=LARGEST, should="be a positive number of nats per token"
     )
     """Fires when the average KL of the deployed model to the untrained one exceeds this, nats per token of its
     held-out answers."""

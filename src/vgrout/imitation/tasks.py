@@ -13,7 +13,16 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from vgrout.config.checks import Dtype, Group, changed, check, flags, refuse_unread, setting
+from vgrout.config.checks import (
+    LARGEST,
+    Dtype,
+    Group,
+    changed,
+    check,
+    flags,
+    refuse_unread,
+    setting,
+)
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config, merge_flags
 from vgrout.config.settings import (
@@ -206,7 +215,7 @@ class DistillSettings(ImitationSettings):
     """The reward of the tokens still to come is their mean, not their sum."""
     minillm_teacher_mix_ratio: float = setting(0.3, low=0, high=1)
     """ρ: answers are sampled from ρ · teacher + (1 − ρ) · student; 0: from the student alone."""
-    minillm_pretrain_anchor_weight: float = setting(0.0, low=0, below=math.inf)
+    minillm_pretrain_anchor_weight: float = setting(0.0, low=0, high=LARGEST)
     """Weight of the language-model loss on a text file; 0: none."""
     minillm_pretrain_anchor_path: str = ""
     """The text file."""
@@ -215,9 +224,9 @@ class DistillSettings(ImitationSettings):
     matched by their text, all others together as one; none: wasserstein."""
     uld_top_k: int | None = setting(None, low=1, high=MAX_VOCABULARY)
     """topk_align: how many of the teacher's likeliest tokens are matched."""
-    uld_lambda: float = setting(1.5, low=0, below=math.inf)
+    uld_lambda: float = setting(1.5, low=0, high=LARGEST)
     """λ, weight of the distance."""
-    uld_ce_weight: float = setting(1.0, low=0, below=math.inf)
+    uld_ce_weight: float = setting(1.0, low=0, high=LARGEST)
     """Weight of the cross-entropy on the teacher's answers."""
     eval_every: int = setting(10, low=0)
     """Evaluate and save the student every N steps and at the last; 0: only at the end."""
@@ -417,7 +426,7 @@ class DpoSettings(ImitationSettings):
     samples: int = setting(8, low=2, should="be at least 2, or there is no worst beside the best")
     """Answers per prompt; the scorer's best and worst make its pair."""
     dpo_beta: float = setting(
-        0.1, above=0, below=math.inf, should="be positive (at 0 the gradient is zero)"
+        0.1, above=0, high=LARGEST, should="be positive (at 0 the gradient is zero)"
     )
     """β of the loss."""
     dpo_reference: Literal["previous", "base"] = "previous"

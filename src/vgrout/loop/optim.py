@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vgrout.config.settings import OptConfig
+from vgrout.ground.io import Diverged
 from vgrout.ground.tensor_types import Routed
 from vgrout.method.projection import cos_upd
 from vgrout.model.svd_adapter import SvdAdapter
@@ -47,6 +48,8 @@ class Optimizer:
         Vectors and moments stay as they are if there is nothing to learn from, or if a gradient or
         its norm is not finite. The schedule moves on all the same.
 
+        Raises Diverged where the weights, or what the vectors ask for, are no longer finite.
+
         loss: the columns that were measured with the gradients; they go into the update.
         """
         lr = lr_at(self.done, self.cfg, self.steps)
@@ -67,6 +70,11 @@ class Optimizer:
         self._set_gradients(keep, quar, gn)
         self._apply(lr)
 
+        realised = self.adapter.realised_share()
+        if realised is not None and not math.isfinite(realised):
+            raise Diverged(
+                f"step {self.done - 1}: an update at a learning rate of {lr:.1e} overflows: lower --lr"
+            )
         q_egy = None
         if routed.quar is not None:
             q_egy = quar_norm / (keep_norm + quar_norm)
@@ -82,7 +90,7 @@ class Optimizer:
             q_egy=q_egy,
             lr=lr,
             cos_upd=applied,
-            realised=self.adapter.realised_share(),
+            realised=realised,
         )
 
     def _set_gradients(

@@ -282,8 +282,7 @@ class _Run:
         ids, logps = zip(*self.drawn[row], strict=True)
         if not all(map(math.isfinite, logps)):
             raise Diverged(
-                "the policy has collapsed: its logits are not finite, so nothing can be sampled "
-                "from it (a learning rate, or a gradient, far too large)"
+                "the policy has collapsed: its logits are not finite, so nothing can be sampled from it"
             )
         return Completion(ids, self.policy.decode(ids), finished, logps)
 
