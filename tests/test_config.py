@@ -16,8 +16,7 @@ import pytest
 
 import vgrout.__main__
 from vgrout.config.checks import check, flag, rule_of, setting
-from vgrout.config.method import MethodConfig
-from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve, resumed
+from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve
 from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.config.settings import LOSSES, LossName, Sampling
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
@@ -144,69 +143,18 @@ def test_presets_survive_json(preset):
     assert from_dict(cfg.as_dict()).as_dict() == cfg.as_dict()
 
 
-def test_presets_are_the_published_ones():
-    smoke, mini, fast, full = (PRESETS[p][1] for p in ("smoke", "mini", "fast", "full"))
-    assert [c.scale.steps for c in (smoke, mini, fast, full)] == [30, 60, 60, 200]
-    assert [(c.scale.group, c.scale.prompts_per_step) for c in (smoke, mini, fast, full)] == [
-        (4, 1),
-        (8, 4),
-        (8, 4),
-        (6, 43),
-    ]
-    assert (smoke.n_teacher, mini.n_teacher, fast.n_teacher, full.n_teacher) == (2, 1, 1, 0)
-    assert [c.guard_mode for c in (smoke, full, resolve(["full", "--intervention=none"]))] == [
-        "log",
-        "halt",
-        "log",
-    ]
-    assert (full.opt.lr, full.opt.adam_beta1, full.opt.adam_beta2, full.loss.beta) == (
-        7e-5,
-        0.9,
-        0.99,
-        1e-3,
-    )
-
-
 BAD = [
     ("", "name a preset first: smoke, mini"),
     ("mini --intervention rout", "--intervention"),
-    ("mini --mix-ratio 1", "--mix-ratio"),
     ("mini --mix-ratio 0.99", "--mix-ratio 0.99 with --group 8: rounds to 8 teacher rows"),
     ("mini --v-hack-k 13", "--v-hack-extract-top-k"),
     ("mini --report-detectors Q", "C, D, E"),
     ("mini --teacher-modes run_test", "run_tests"),
-    ("mini --out-tag a/b", "--out-tag"),
     ("mini --model Qwen/Qwen3-4B", "--problems"),
     ("mini --teacher-tau 0.1", "--teacher-model"),
-    ("mini --teacher-model organism", "--teacher-tau"),
-    # a flag of a class that was not chosen: one rule
-    (
-        "mini --intervention none --vhack-refresh-every 9",
-        "goes with --intervention erase or route or --monitor gate",
-    ),
-    (
-        "mini --intervention none --rollout-ablate-frac .5",
-        "--rollout-ablate-frac: not read by --intervention none",
-    ),
-    ("mini --intervention route --project-overshoot 1.1", "--project-overshoot"),
-    (
-        "mini --intervention route --quarantine block:1",
-        "--quarantine: not read by --intervention route",
-    ),
-    ("mini --intervention screen --monitor labels --seed-monitor labels", "--seed-monitor"),
-    ("mini --intervention route --placebo-pairs x.json", "--control placebo"),
-    # … or of what is off
     ("mini --teacher-pool-dir '' --teacher-off-step 3", "--teacher-off-step"),
     ("mini --mix-ratio 0 --teacher-modes sentinel", "--teacher-modes"),
     # contradictions
-    (
-        "mini --intervention erase --monitor band",
-        "--monitor band with --intervention erase: it uses no monitor; leave it out, or say ",
-    ),
-    (
-        "mini --intervention penalty --monitor gate",
-        "rewards change before the gradients that this monitor reads",
-    ),
     (
         "mini --intervention screen",
         "it needs a monitor; say --monitor labels or source or detector",
@@ -214,10 +162,6 @@ BAD = [
     (
         "mini --intervention screen --monitor online_probe --seed-monitor online_probe",
         "unknown seed 'online_probe'",
-    ),
-    (
-        "mini --intervention screen --monitor online_probe --monitor-quantile .2",
-        "--monitor-quantile 0.2",
     ),
     ("mini --intervention screen --monitor labels --known-modes exit", "unknown flaw"),
     (
@@ -238,7 +182,6 @@ BAD = [
         "--random-flags: replaces the flags, and --intervention erase",
     ),
     ("mini --intervention route2 --random-flags --control haar", "one control a run"),
-    ("mini --intervention route2 --control placebo --route2-random-v-seed 1", "one control a run"),
     ("mini --intervention route2 --monitor labels --control haar", "has none"),
     (
         "fast --intervention penalty --monitor online_probe",
@@ -247,7 +190,6 @@ BAD = [
     ("fast --organism x", "only with --model organism"),
     # a halt that could not be
     ("mini --guard halt --guard-halt-on=", "--guard halt could not fire (--guard-halt-on is empty"),
-    ("fast --steps 10 --guard halt", "--guard halt could not fire ("),
     ("smoke --guard halt --eval-ablate-every 0", "--guard halt could not fire (no evaluation"),
     (
         "mini --guard-halt-on=kl,speed",
@@ -322,53 +264,9 @@ def test_a_flag_at_its_default_is_never_refused():
     assert cfg.method.intervention == "none"
 
 
-def test_recommended_settings_are_the_defaults_in_the_object_and_on_the_command_line():
-    own = MethodConfig(intervention="route2")
-    assert resolve(["fast", "--intervention=route2"]).method == own
-    meant = {
-        "quarantine": "block:-2",
-        "rollout_ablate_frac": 1.0,
-        "rebaseline": True,
-        "vhack_refresh_every": 0,
-    }
-    meant |= {"gate_modules": "apart", "gate_vote": "rollout"}
-    assert {name: own.resolved(name) for name in meant} == meant
-    assert own.resolved_settings.items() >= meant.items()
-    assert MethodConfig(**own.resolved_settings).resolved_settings == own.resolved_settings
-    labels = MethodConfig(intervention="route2", monitor="labels").resolved_settings
-    assert (labels["quarantine"], labels["rebaseline"], labels["gate_vote"]) == (
-        "block:-2",
-        True,
-        None,
-    )
-    erase = MethodConfig(intervention="erase")
-    assert (erase.refresh_every, erase.ablate_frac, erase.quarantine_block) == (5, 0.0, None)
-
-
-@pytest.mark.parametrize("control", ["--control=haar", "--random-flags", "--control=no_loophole"])
-def test_the_recommended_route2_has_its_controls(control):
-    """Its direction is never extracted again; a random one is not either, so the flag is no contradiction."""
-    assert resolve(["mini", "--intervention=route2", control]).method.refresh_every == 0
-
-
 def test_no_loophole_mixes_nothing_in():
     assert resolve(["mini", "--intervention", "none"]).mixes
     assert not resolve(["mini", "--intervention", "none", "--control", "no_loophole"]).mixes
-
-
-def test_resume_takes_the_runs_own_settings():
-    stored = resolve(["mini", "--intervention", "route2", "--seed", "9", "--steps", "40"])
-    assert resumed(resolve(["mini", "--resume", "x"]), stored) == (stored, [])
-    cfg, differing = resumed(resolve(["mini", "--resume", "x", "--checkpoint-every", "5"]), stored)
-    assert not differing
-    assert (cfg.method.intervention, cfg.run.seed, cfg.scale.steps, cfg.run.checkpoint_every) == (
-        "route2",
-        9,
-        40,
-        5,
-    )
-    _, differing = resumed(resolve(["mini", "--resume", "x", "--seed", "9", "--lr", "0.5"]), stored)
-    assert differing == ["--lr 0.5 (run: 0.03)"]
 
 
 def test_auto_is_bf16_where_it_is_faster(tmp_path, monkeypatch):

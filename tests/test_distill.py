@@ -404,7 +404,7 @@ def test_kill_and_resume(here, adapter):
     path = distil(here, *argv, "--out-tag", "x", how=KILL, code=-9)
     assert path != lived
     assert len(rows_of(path)) == 3
-    assert main(["--resume", "latest", "--steps", "9"]) == 2  # another run
+    assert main(["--resume", "latest", "--steps", "60"]) == 2  # another run, though 60 are usual
     assert distil(here, "--resume", "latest") == path
     made = rows_of(path)
     assert made == rows_of(lived)

@@ -112,10 +112,10 @@ PRESETS: dict[str, tuple[str, Config]] = {
 
 # flags that name a function or a class of the user's own, and how; those of methods are in `CLASSES`
 OWN_CODE = {
-    "--reward": "module:function",
-    "--reference": "module:function",
-    "--env": "module:Class",
-    "--rm-ensemble-members": "module:function",
+    "reward": "module:function",
+    "reference": "module:function",
+    "env": "module:Class",
+    "rm_ensemble_members": "module:function",
 }
 
 SETTINGS = [f for group in GROUPS for f in fields(getattr(Config(), group))]
@@ -225,16 +225,14 @@ def import_named(argv: Sequence[str], *, trusted: bool = True, where: str = "") 
     Raises:
         Refused: one line: they are not trusted, or something cannot be imported.
     """
-    classes = {flag(name): kind for name, kind in CLASSES.items()}
-    named: list[tuple[str, str]] = []  # flag, and what it names
-    for word, following in pairwise([*argv, ""]):
-        name, equals, value = word.partition("=")
-        if name not in classes and name not in OWN_CODE:
+    named: list[tuple[str, str]] = []  # setting, and what it names
+    for name, value in typed(argv).items():
+        if name not in CLASSES and name not in OWN_CODE:
             continue
-        for given in listed(value if equals else following):
+        for given in listed(value):
             refuse(
                 ":" in given and not trusted,
-                f"{where}names code, {name}={given}; if you trust it, add --trust-code",
+                f"{where}names code, {flag(name)}={given}; if you trust it, add --trust-code",
             )
             if ":" in given:
                 named.append((name, given))
@@ -243,9 +241,9 @@ def import_named(argv: Sequence[str], *, trusted: bool = True, where: str = "") 
     for name, given in named:
         if not re.fullmatch(r"[\w.]+:\w+", given) or given.startswith(f"{VERIFIERS}:"):
             continue
-        own = import_function(given, name, OWN_CODE.get(name, "module:Class"))
-        if name in classes:
-            register(classes[name], own, given, name)
+        own = import_function(given, flag(name), OWN_CODE.get(name, "module:Class"))
+        if name in CLASSES:
+            register(CLASSES[name], own, given, flag(name))
 
 
 def _require_world(preset: str, given: Mapping[str, str]) -> None:

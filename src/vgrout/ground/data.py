@@ -367,14 +367,6 @@ class Group:
             return OracleView(**seen, hacks=tuple(hacks), flaws=self.problem.flaws)
         return GroupView(**seen)
 
-    def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:
-        """The rollouts of one source, each with its grade."""
-        found: list[tuple[Rollout, Grade | CachedGrade]] = []
-        for rollout, grade in zip(self.rollouts, self.grades, strict=True):
-            if rollout.source == source:
-                found.append((rollout, grade))
-        return found
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateRow:

@@ -117,21 +117,11 @@ def half(grade: Grade, half_a: Sequence[str]) -> Literal["A", "B"] | None:
 
 
 def students(groups: Iterable[Group]) -> list[tuple[Rollout, Grade]]:
-    """The policy's own rollouts."""
+    """The policy's own rollouts, which are graded; a demonstration has a cached grade."""
     found: list[tuple[Rollout, Grade]] = []
     for group in groups:
-        for rollout, grade in group.pairs("student"):
+        for rollout, grade in zip(group.rollouts, group.grades, strict=True):
             if isinstance(grade, Grade):
-                found.append((rollout, grade))
-    return found
-
-
-def teachers(groups: Iterable[Group]) -> list[tuple[Rollout, CachedGrade]]:
-    """The demonstrations."""
-    found: list[tuple[Rollout, CachedGrade]] = []
-    for group in groups:
-        for rollout, grade in group.pairs("teacher"):
-            if isinstance(grade, CachedGrade):
                 found.append((rollout, grade))
     return found
 
@@ -300,7 +290,8 @@ class BatchMetrics:
     def columns(self) -> dict[str, object]:
         """The step table's columns of rewards, hacks, solves and flags."""
         batch = self.batch
-        demonstrations = [grade for _, grade in teachers(batch.groups)]
+        every = [grade for group in batch.groups for grade in group.grades]
+        demonstrations = [grade for grade in every if isinstance(grade, CachedGrade)]
         grades = [grade for _, grade in students(batch.groups)]
         by_detectors = [grade for grade in grades if grade.detectors]
         thoughts = [rollout.thought.tokens for rollout, _ in students(batch.groups)]
