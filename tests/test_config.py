@@ -196,8 +196,8 @@ BAD = [
         "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap",
     ),
     (
-        "mini --guard=off --rise-eps=0.1 --ema-alpha=0.5",
-        "--ema-alpha, --rise-eps: not read with --guard off",
+        "mini --guard=off --guard-warmup=1 --ema-alpha=0.5",
+        "--guard-warmup, --ema-alpha: not read with --guard off",
     ),
     (
         "mini --reward-hack-detector=rm_ensemble",

@@ -185,7 +185,6 @@ FLAGS: dict[str, Run | Held] = {
         "test_flags.py::test_a_detector_of_reward_hacking_halts_by_its_flag"
     ),
     "--reward-passes-at": Run(OWN_REWARD, "0.4", "1"),
-    "--rise-eps": Watch(GUARD, "0.0001", "0.5"),
     "--rm-ensemble-members": Run(
         [*NONE, "--reward-hack-detector=rm_ensemble"],
         "flags_reward:g,flags_reward:h",

@@ -330,8 +330,6 @@ class GuardConfig:
     """Steps before which the guard does not fire."""
     ema_alpha: float = setting(0.9, low=0, below=1)
     """Weight of the past in the guard's moving averages."""
-    rise_eps: float = setting(1e-4, low=0, below=1)
-    """An average that moves by no more than this counts as flat."""
     kl_hard_stop: float = setting(
         0.08, above=0, high=LARGEST, should="be a positive number of nats per token"
     )

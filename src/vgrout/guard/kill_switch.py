@@ -137,13 +137,15 @@ class HeldOutGuard:
         cfg: GuardConfig = USUAL,
         min_steps: int | None = None,
         baseline: int = 1,
+        rise_eps: float = 1e-4,
         **settings: Any,
     ) -> None:
         """Make a switch that has seen nothing.
 
         min_steps: the first update that may fire; it takes the place of `guard_warmup`, which
         counts updates here too. baseline: the mean of so many first values of both scores is their
-        baseline. settings: fields of `cfg` by name, as in HeldOutGuard(kl_hard_stop=0.05).
+        baseline. rise_eps: an average that moves by no more than this counts as flat.
+        settings: fields of `cfg` by name, as in HeldOutGuard(kl_hard_stop=0.05).
 
         Raises:
             TypeError: `cfg` is no GuardConfig, or there is no setting of that name.
@@ -164,7 +166,7 @@ class HeldOutGuard:
         self.decline_patience = cfg.decline_patience
         self.max_proxy_real_gap = cfg.max_proxy_real_gap
         self.ema_alpha = cfg.ema_alpha
-        self.rise_eps = cfg.rise_eps
+        self.rise_eps = rise_eps
         self.baseline = baseline
         self._state = _State(as_number(cfg.kl_hard_stop, "kl_hard_stop"))
 
