@@ -31,9 +31,11 @@ from vgrout.loop.grpo import policy_gradients
 from vgrout.loop.optim import Optimizer
 from vgrout.model.load.load import as_language_model, attention, load_language_model, load_policy
 from vgrout.model.load.source import model_folder, require_fitting, window_of
+from vgrout.model.load.trials import require_rows
 from vgrout.model.logprobs import completion_logprobs, pieces_of
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.sampling.sampler import sample
+from vgrout.model.svd_adapter import targets
 from vgrout.runs.plan import adapter_lines
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -186,6 +188,23 @@ def test_every_kind_of_block_is_right_or_refused(kind):
             assert logp == pytest.approx(a.logp, abs=1e-4)
             assert logp == pytest.approx(row[: len(a.ids)].tolist(), abs=1e-4)
             assert tiny.relative(got, want) < 1e-3
+
+
+@pytest.mark.parametrize("order", ["some", "others"])
+def test_experts_that_see_some_tokens_or_in_another_order_are_refused(order):
+    model = tiny.tiny("llama")
+    block = model.get_submodule("model.layers.1.mlp")
+    whole = block.forward
+
+    def some(x):
+        rows = x.flatten(0, 1)
+        last = len(rows) - 1
+        chosen = torch.arange(last) if order == "some" else torch.arange(last, -1, -1)
+        return torch.zeros_like(rows).index_copy(0, chosen, whole(rows[chosen])).view_as(x)
+
+    block.forward = some
+    with pytest.raises(Refused, match=r"LlamaForCausalLM: model.layers.1.mlp.*is not given all"):
+        require_rows(model, targets(model))
 
 
 def row_gradients(policy, prompt, completions):

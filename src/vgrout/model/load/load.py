@@ -38,7 +38,7 @@ from vgrout.model.load.source import (
     shapes_of,
     window_of,
 )
-from vgrout.model.load.trials import lean_fits, packs, require_branching, token_bytes
+from vgrout.model.load.trials import lean_fits, packs, require_branching, require_rows, token_bytes
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.policy import (
     DTYPES,
@@ -300,8 +300,9 @@ def attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> 
 def adapted(lm: LanguageModel, cache_dir: Path | None = SVD_CACHE) -> Policy:
     """Put a model under an adapter of zeros; a warning names matrices of its blocks without one.
 
-    Raises Refused as `SvdAdapter`.
+    Raises Refused as `SvdAdapter` and `require_rows`.
     """
+    require_rows(lm.model, targets(lm.model))
     adapter = SvdAdapter(lm.model, cache_dir)
     bare = left_out(lm.model, adapter.names)
     if bare:

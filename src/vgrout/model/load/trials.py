@@ -4,7 +4,7 @@ Packed rows, the lean decoder, and sampling with a cache that branches are each 
 tokens before they are used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,6 +101,43 @@ def _packs(model: PreTrainedModel, core: torch.nn.Module, first: int) -> bool:
             if not fits:
                 return False
     return True
+
+
+# ── gradients
+
+
+@torch.no_grad()
+def require_rows(model: PreTrainedModel, linears: Mapping[str, torch.nn.Linear]) -> None:
+    """Check that each of these Linears is given every token of a forward, row by row.
+
+    Raises:
+        Refused: it is not, as an expert that sees some tokens alone: a row's own gradient could not
+            be told from another's.
+    """
+    seen: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.setdefault(name, []).append(args[0].flatten(0, -2))
+
+    first, *_ = trial_tokens(model)
+    rows = torch.arange(first, first + 16, device=model.device).view(2, 8)
+    handles = []
+    for name, linear in linears.items():
+        handles.append(linear.register_forward_pre_hook(partial(keep, name)))
+    for ids in (rows, rows[:1], rows[1:]):
+        model(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    for name, inputs in seen.items():
+        n = len(inputs) // 3  # how often a forward runs it
+        for together, *alone in zip(inputs[:n], inputs[n : 2 * n], inputs[2 * n :], strict=False):
+            apart = torch.cat(alone)
+            same = together.shape == apart.shape
+            if not same or not (together - apart).norm() <= 0.1 * apart.norm():
+                raise Refused(
+                    f"{type(model).__name__}: {name} is not given all tokens, row by row; "
+                    "its gradient by rollouts is not supported"
+                )
 
 
 # ── decoders
