@@ -190,7 +190,7 @@ BAD = [
     ("fast --organism x", "only with --model organism"),
     # a halt that could not be
     ("mini --guard halt --guard-halt-on=", "--guard halt could not fire (--guard-halt-on is empty"),
-    ("smoke --guard halt --eval-ablate-every 0", "--guard halt could not fire (no evaluation"),
+    ("smoke --guard halt --eval-ablate-every 0", "--guard halt could not fire (0 evaluations"),
     (
         "mini --guard-halt-on=kl,speed",
         "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap",

@@ -376,21 +376,6 @@ def test_misuse_is_refused(call, says):
     assert guard.kl_hard_stop == 0.08
 
 
-def test_blind_guards():
-    cfg = GuardConfig()
-    assert blind(cfg, 60, 5) is None
-    assert blind(cfg, 20, 5) is None
-    assert "--eval-ablate-every" in (blind(cfg, 60, 0) or "")
-    assert "--guard-warmup" in (blind(cfg, 19, 5) or "")
-    assert "baseline" in (blind(cfg, 200, 100, ["streak", "gap"]) or "")
-    assert blind(cfg, 200, 100) is None, "the KL has no baseline"
-    assert blind(GuardConfig(ema_alpha=0), 60, 50, baseline=9) is None
-    assert "--max-proxy-real-gap" in (
-        blind(GuardConfig(max_proxy_real_gap=1.9), 60, 5, ["gap"]) or ""
-    )
-    assert blind(cfg, 200, 100, baseline=1) is None
-
-
 @given(
     st.integers(1, 60),
     st.integers(0, 30),
@@ -406,7 +391,7 @@ def test_a_guard_fires_unless_it_is_blind(steps, every, warmup, baseline, limit)
     for k, done in enumerate(at):
         late = k >= baseline
         guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, n=100)
-    assert guard.should_halt() == (blind(cfg, steps, every, ["streak", "gap"], baseline) is None)
+    assert guard.should_halt() == (not blind(cfg, steps, every, ["streak", "gap"], baseline))
 
 
 @pytest.mark.parametrize("intervention", ["none", "route2"])

@@ -190,7 +190,7 @@ class Config:
         if not self.guard.halting:
             return "--guard-halt-on is empty: name a rule"
         every = self.eval.eval_ablate_every
-        return blind(self.guard, self.scale.steps, every, self.guard.halting) or ""
+        return blind(self.guard, self.scale.steps, every, self.guard.halting)
 
     @property
     def guard_updates(self) -> int:

@@ -358,47 +358,28 @@ def evaluations(steps: int, every: int) -> list[int]:
 
 
 def blind(
-    cfg: GuardConfig,
-    steps: int,
-    every: int,
-    rules: Collection[str] = RULES,
-    baseline: int = BASELINE,
-) -> str | None:
+    cfg: GuardConfig, steps: int, every: int, rules: Collection[str], baseline: int = BASELINE
+) -> str:
     """Why none of these rules could ever be broken in a run of `steps` with an evaluation each `every` and at the end;
-    None: one could.
+    "": one could.
 
     Steps are counted from 1, when they are done. baseline: so many evaluations make the baseline.
     """
-    if not (at := evaluations(steps, every)):
-        return "no evaluation on the way: set --eval-ablate-every"
+    at = evaluations(steps, every)
     counted = [i for i, done in enumerate(at, 1) if done >= cfg.guard_warmup]
-    after_baseline = counted[-1] - baseline if counted else 0
-    if not counted or (after_baseline < 1 and "kl" not in rules):
-        return (
-            f"{len(at)} evaluations in {steps} steps, {baseline} of them are the baseline and --guard-warmup withholds "
-            f"it for {cfg.guard_warmup} steps: lower it or --eval-ablate-every"
-        )
-    after_baseline = max(0, after_baseline)
-    if not any(breakable(cfg, rule, after_baseline) for rule in rules):
-        return (
-            f"{', '.join(rules)} cannot be broken in {after_baseline} evaluations after the baseline: lower "
-            "--max-proxy-real-gap or --decline-patience, or evaluate more often (--eval-ablate-every)"
-        )
-    return None
-
-
-def breakable(cfg: GuardConfig, rule: str, evaluations: int) -> bool:
-    """Whether shares in [0, 1] exist that break this rule within so many evaluations after the baseline.
-
-    - gap: in-loop at 1 from 0, and held-out at 0 from 1, are 2 (1 − ema_alpha^n) apart.
-    - streak: held-out falls `decline_patience` times.
-    - kl: has no upper bound, and no baseline.
-    """
-    if rule == "gap":
-        return 2 * (1 - cfg.ema_alpha**evaluations) > cfg.max_proxy_real_gap
-    if rule == "streak":
-        return evaluations >= cfg.decline_patience
-    return True
+    left = max(0, counted[-1] - baseline) if counted else 0
+    could = {
+        "kl": bool(counted),  # it has no baseline
+        # in-loop at 1 from 0, and held-out at 0 from 1
+        "gap": 2 * (1 - cfg.ema_alpha**left) > cfg.max_proxy_real_gap,
+        "streak": left >= cfg.decline_patience,
+    }
+    if any(could[rule] for rule in rules):
+        return ""
+    return (
+        f"{len(at)} evaluations in {steps} steps, {baseline} of them the baseline, cannot break {', '.join(rules)}: "
+        "lower --eval-ablate-every, --guard-warmup, --decline-patience or --max-proxy-real-gap"
+    )
 
 
 # ── the environment: what is asked, who grades it, and what is demonstrated

@@ -431,6 +431,7 @@ class ScoringFunction(Scorer[float]):
         return BATCHED.get(name, name) if self.batched else name
 
     def called(self, task: Any, answers: Sequence[str]) -> list[float]:
+        assert self.batched or len(answers) == 1, f"{self.name} is asked about one answer at a time"
         columns = [self._arguments(task, answer) for answer in answers]
         given: dict[str, object] = {}
         for name in columns[0]:
