@@ -34,14 +34,15 @@ class SvdCache:
         self.writable = folder is not None
 
     def decompose(self, W: Weight) -> Factors:
-        """U, S and Vh of W, from a sound file, or else computed and written."""
+        """U, S and Vh of W, from its file, or else computed and written."""
         if self.folder is None:
             return self.compute(W)
         path = self.folder / f"{weight_key(W)}.safetensors"
         if path.exists():
             try:
-                return _read_factors(W, path)
-            except (OSError, SafetensorError, Refused, KeyError) as error:
+                tensors = load_file(path, device=str(W.device))
+                return tensors["U"], tensors["S"], tensors["Vh"]
+            except (OSError, SafetensorError) as error:
                 logger.warning(f"SVD cache file {path} is unusable ({error}): computed again")
         factors = self.compute(W)
         if self.writable:
@@ -82,29 +83,6 @@ def weight_key(W: Weight) -> str:
 
 def bytes_of(W: Tensor) -> memoryview:
     return W.detach().cpu().contiguous().view(torch.uint8).numpy().data
-
-
-def _read_factors(W: Weight, path: Path) -> Factors:
-    """Read a cache file. Raises Refused if it does not reproduce W, as a torn or foreign one.
-
-    Shapes and dtypes have to be right, and the product with a fixed random vector.
-    """
-    tensors = load_file(path, device=str(W.device))
-    U, S, Vh = tensors["U"], tensors["S"], tensors["Vh"]
-    d_out, d_in = W.shape
-    r = min(d_out, d_in)
-    fits = U.shape == (d_out, r) and S.shape == (r,) and Vh.shape == (r, d_in)
-    if fits and U.dtype == Vh.dtype == W.dtype:
-        generator = torch.Generator().manual_seed(0)
-        z = torch.randn(d_in, generator=generator, dtype=S.dtype).to(W.device)
-        want = W.to(S.dtype) @ z
-        got = U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
-        # Rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any
-        # damage does.
-        tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
-        if (want - got).norm() <= tolerance * (S.max() * z.norm()):
-            return U, S, Vh
-    raise Refused("does not reproduce the weight")
 
 
 # ── adapters
