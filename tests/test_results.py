@@ -29,7 +29,6 @@ SHOWN = {
     "vgrout.runs.results.count_lines": ("summary.md",),
     "vgrout.runs.results.Tallies.of": (),
     "vgrout.runs.results.summary": (),
-    "vgrout.runs.results.last_answer": (),
     "vgrout.runs.results.log_tail": (),
     "vgrout.runs.tracking.Trackers.final": (),
 }

@@ -147,8 +147,6 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path):
     halted = fake_run(tmp_path, NONE, seed=2, state="halted")
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "run.json").write_text("{}")
-    (tmp_path / "loading").mkdir()
-    (tmp_path / "loading" / "status.json").write_text('{"state": "failed"}')
     distilled = fake_run(tmp_path, NONE, seed=3)
     (distilled / "per_mode_deploy.json").unlink()
     runs, left_out = load([tmp_path, tmp_path])
@@ -159,9 +157,8 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path):
         "000_mini_none_seed41 (older than 001_mini_none_seed41, the same settings and seed)",
         "004_mini_none_seed3 (no final evaluation)",
         "dead (unknown)",
-        "loading (failed)",
     ]
-    assert load([tmp_path / "loading"]) == ([], ["loading (failed)"])
+    assert load([tmp_path / "dead"]) == ([], ["dead (unknown)"])
 
 
 def test_a_sweep_is_read_by_its_index(tmp_path):

@@ -264,7 +264,7 @@ def test_runs_csv_has_the_settings_that_are_not_the_presets(tmp_path):
     assert penalty["settings"] == "monitor=labels"
 
 
-def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path):
+def test_monitors_of_texts_are_scored_by_flaw(tmp_path):
     """The run's own, which may not read a group without signal, and those in shadow, over all seeds."""
     flags = "--intervention=penalty", "--monitor=labels", "--known-modes=sentinel"
     fake_run(tmp_path, *flags)
@@ -318,12 +318,9 @@ def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path):
     )
     over_all_flaws = [row["recall"] for row in monitors([both]).rows]
     assert over_all_flaws == ["0.0 (1)", "66.7 (3)", "100.0 (3)"]
-    rows = [r for r in rows_of(tmp_path, "monitors.csv") if r["monitor"] == "syntax_edge"]
-    assert [(r["steps"], r["flagged_exit_code"], r["flagged_solved"], r["auc"]) for r in rows] == [
-        ("0 to 3", "1/1", "0/1", "1.0"),
-        ("4 to 7", "", "", ""),
-        ("8 to 11", "0/1", "1/1", "0.0"),
-    ]
+    (of_edge,) = (r for r in rows_of(tmp_path, "monitors.csv") if r["monitor"] == "syntax_edge")
+    columns = "flagged_sentinel", "flagged_exit_code", "flagged_solved", "auc"
+    assert [of_edge[name] for name in columns] == ["1/1", "1/2", "1/2", "0.666667"]
     alone, shadowed = rows_of(tmp_path, "runs.csv")
     assert (alone["flagged_exit_code"], shadowed["flagged_exit_code"]) == ("", "0/1"), (
         "of the run's own monitor"

@@ -80,7 +80,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, splits.train)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, method, optim, guard, splits)
-    loaded = plan.loaded_lines(cfg, inputs, splits, policy, method)
+    loaded = plan.loaded_lines(cfg, inputs, splits, policy)
     # one row a step; a resumed run has those of its earlier steps
     step_rows = recorder.begin(loaded, demonstrations.record(), teacher_model)
     first = len(step_rows)

@@ -59,21 +59,6 @@ QUOTAS = {  # the process's line in /proc/self/cgroup, files below the groups' f
     ),
     "v2, a tenth": ("0::/a", {"a/cpu.max": "10000 100000"}, 1),
     "v2, more than there is": ("0::/a", {"a/cpu.max": "900000 100000"}, 4),
-    "v1": (
-        "2:cpu,cpuacct:/a",
-        {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
-        3,
-    ),
-    "v1, none": (
-        "2:cpu:/",
-        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        4,
-    ),
-    "v1, in a container": (
-        "1:cpu:/docker/f00",
-        {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        1,
-    ),
     "damaged": ("0::/a", {"a/cpu.max": "100000 0"}, 4),
     "no such file": (None, {}, 4),
 }

@@ -388,14 +388,8 @@ def require_new(path: Path | None, flag: str = "--out") -> None:
 def require_own(folder: Path, flag: str, mark: str, what: str) -> None:
     """The same for a folder that a program goes on with: new, empty but for what a killed one has left, or one that
     holds the file `mark`."""
-    inside = (
-        sorted(p.name for p in folder.iterdir())
-        if folder.is_dir()
-        else [""]
-        if folder.exists()
-        else []
-    )
-    inside = [name for name in inside if not LEFT.fullmatch(name)]
+    found = [path.name for path in folder.iterdir()] if folder.is_dir() else [""] * folder.exists()
+    inside = sorted(name for name in found if not LEFT.fullmatch(name))
     if inside and mark not in inside:
         holds = f", it holds {inside[0]}" if inside[0] else " (a file)"
         raise Refused(f"{flag} {folder}: is no {what}{holds}; name another folder")

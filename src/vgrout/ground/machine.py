@@ -24,25 +24,17 @@ def cores() -> int:
 
 
 def _quota() -> float:
-    """The smallest quota of the control groups of this process and of those around them, in cores, by version 2
-    (cpu.max) or version 1 (cfs); without one, so many as there can be."""
+    """The smallest quota of the control groups (version 2) of this process and of those around them, in cores; without
+    one, so many as there can be."""
     quotas = [float(os.cpu_count() or 1)]
     with suppress(OSError):
         for line in OWN_CGROUP.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if "cpu" not in (controllers or "cpu").split(","):
-                continue
-            of = (CGROUPS / "cpu" if controllers else CGROUPS) / path.lstrip("/")
+            of = CGROUPS / line.split(":", 2)[2].lstrip("/")
             for folder in (of, *of.parents):
                 # no such file; the word for no quota
                 with suppress(OSError, ValueError, ZeroDivisionError):
-                    files = (
-                        ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-                    )
-                    quota, period = map(
-                        int, " ".join((folder / file).read_text() for file in files).split()
-                    )
-                    quotas += [quota / period] * (quota > 0)
+                    quota, period = map(int, (folder / "cpu.max").read_text().split())
+                    quotas.append(quota / period)
     return min(quotas)
 
 

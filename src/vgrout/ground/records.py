@@ -47,17 +47,14 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     Raises:
         Refused: the source is none of these.
     """
-    marks = ("run.json", "status.json")  # A run that died while it loaded has the second alone.
-    if any((source / name).is_file() for name in marks):
+    if (source / "run.json").is_file():
         return [source], []
     if (source / "runs.json").is_file():
         return _sweep_dirs(source)
-    found: set[Path] = set()
-    for name in marks:
-        found.update(file.parent for file in source.glob(f"*/{name}"))
+    found = sorted(file.parent for file in source.glob("*/run.json"))
     if not found:
         raise Refused(f"{source}: no run in it; run `vgrout train mini --intervention none` first")
-    return sorted(found), []
+    return found, []
 
 
 def _sweep_dirs(sweep: Path) -> tuple[list[Path], list[str]]:

@@ -250,7 +250,7 @@ def csv_files(found: Sequence[Condition]) -> dict[str, str]:
         for run in c.runs:
             runs.append({"run": run.path.name, "cell": c.title} | _run_row(run))
             for name, flags in run.flags.groupby("monitor", sort=False):
-                flagged += _thirds(c.title, run, str(name), flags)
+                flagged.append(_monitor_row(c.title, run, str(name), flags))
     files = {}
     for name, rows in (("runs.csv", runs), ("monitors.csv", flagged)):
         if rows:
@@ -321,33 +321,21 @@ def _flag_columns(flags: DataFrame, flaws: Iterable[str]) -> dict[str, str | Non
     return columns
 
 
-def _thirds(
-    title: str, run: FinishedRun, monitor: str, flags: DataFrame
-) -> list[dict[str, object]]:
-    """Return the rows of one monitor in one run: a row for each third of the run."""
-    steps = int(run.steps.step.iloc[-1]) + 1
-    rows: list[dict[str, object]] = []
-    for third in range(3):
-        first = steps * third // 3
-        last = steps * (third + 1) // 3 - 1
-        part = flags[flags.step.between(first, last)]
-        rows.append(
-            {
-                "run": run.path.name,
-                "cell": title,
-                "arm": run.cfg.method.intervention,
-                "acted_on": run.cfg.method.monitor_name,
-                "base_weights": run.short_hash("base_weights", 8),
-                "seed": run.seed,
-                "monitor": monitor,
-                "known_modes": run.cfg.method.known_modes,
-                "steps": f"{first} to {last}",
-                **_flag_columns(part, run.all_flaws),
-                "auc": _rounded(_auc(part)),
-                "revision": run.revision,
-            }
-        )
-    return rows
+def _monitor_row(title: str, run: FinishedRun, monitor: str, flags: DataFrame) -> dict[str, object]:
+    """Return one monitor's row in monitors.csv."""
+    return {
+        "run": run.path.name,
+        "cell": title,
+        "arm": run.cfg.method.intervention,
+        "acted_on": run.cfg.method.monitor_name,
+        "base_weights": run.short_hash("base_weights", 8),
+        "seed": run.seed,
+        "monitor": monitor,
+        "known_modes": run.cfg.method.known_modes,
+        **_flag_columns(flags, run.all_flaws),
+        "auc": _rounded(_auc(flags)),
+        "revision": run.revision,
+    }
 
 
 def _inert(row: Mapping[str, object]) -> dict[str, object]:

@@ -7,7 +7,6 @@ import os
 import platform
 import secrets
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -388,9 +387,7 @@ class RunContext:
         saved = complete(self.path)
         last = f"the last good checkpoint is {saved[-1].name}" if saved else NONE_YET
         if error.errno in FULL:
-            free = shutil.disk_usage(self.path).free // 1024
-            reason = f"disk full ({error.strerror}; {free} KiB free below {self.path})"
-            when = "free some space, then"
+            reason, when = f"disk full ({error.strerror})", "free some space, then"
         else:
             reason, when = f"files of the run cannot be written ({error})", "once they can"
         then = f"{when}: {self.resume_command}"

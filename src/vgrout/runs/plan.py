@@ -38,8 +38,6 @@ from vgrout.runs.run_dir import RUNS, where_from
 from vgrout.teacher.pools import Pool
 
 if TYPE_CHECKING:  # torch
-    from vgrout.direction.controls import Provenance
-    from vgrout.method.method import Method
     from vgrout.model.policy import Policy
 
 Prompts = Sequence[Sequence[Message]]
@@ -360,9 +358,7 @@ def _pool_line(pool: Pool, grader: str) -> str:
 # ── what was loaded
 
 
-def loaded_lines(
-    cfg: Config, inputs: Inputs, problems: Splits, policy: "Policy", method: "Method"
-) -> list[str]:
+def loaded_lines(cfg: Config, inputs: Inputs, problems: Splits, policy: "Policy") -> list[str]:
     """What was loaded: a line for the console, the others for the log."""
     n_train, n_test, n_flaws = len(problems.train), len(problems.test), len(problems.trained_flaws)
     files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
@@ -377,8 +373,6 @@ def loaded_lines(
     ]
     lines += inputs.environment.ignored(inputs.pool)
     lines.append(_trainable_line(cfg, policy))
-    if method.provenance:
-        lines.append(_direction_line(cfg, method.provenance))
     return lines
 
 
@@ -390,16 +384,3 @@ def _trainable_line(cfg: Config, policy: "Policy") -> str:
         quarantine += f" (in {cfg.method.resolved('quarantine')} alone, where δS is not)"
     frozen = sum(p.numel() for p in policy.model.parameters() if not p.requires_grad)
     return f"trainable: δS {len(adapter):,} numbers in {len(adapter.sites)} modules{quarantine}; frozen: {frozen:,}"
-
-
-def _direction_line(cfg: Config, origin: "Provenance") -> str:
-    """What the direction was extracted from, and whether it will be again."""
-    every = cfg.method.refresh_every
-    again = "frozen"
-    if every and not cfg.method.haar:
-        again = f"extracted again every {every} steps"
-    file = f", file {cfg.method.v_hack_path}" if cfg.method.v_hack_path else ""
-    return (
-        f"direction: {origin.axes} axes in {origin.modules} modules from {origin.pairs} (sha256 "
-        f"{origin.pairs_sha256[:12]}){file}; {again}"
-    )

@@ -7,11 +7,12 @@ that means. The log has every step and every count, as the original implementati
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from loguru import logger
 from tabulate import tabulate
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 # of an answer in final.jsonl; null: not graded
 GRADED = ("reward", "passed", "solved", "hacked", "mechanism")
 
-T = TypeVar("T")
-
 # Columns of the table of steps, where a run has them.
 COLUMNS = (
     *("step", "hack_s", "solve_s", "hack_deploy", "solve_deploy"),
@@ -72,7 +71,6 @@ class Tallies:
     rows: int
     # precision of the monitor's flags, and their recall of the hacks that it looked at; None: no monitor
     gate: tuple[Rate, Rate] | None
-    by_mode: dict[str, Rate]  # hacks that a monitor flagged, of those that it looked at
     last: dict[str, object] | None  # the run's last answer
     # rewarded answers that the monitor looked at and gave no verdict on, of those that it looked at
     unjudged: Rate = Rate(0, 0)
@@ -114,15 +112,12 @@ class Tallies:
             found.append(line)
         if self.unjudged.k:
             found.append(f"Unjudged: {unjudged_line(self.unjudged)}")
-        if self.by_mode:  # what a monitor misses, training amplifies
-            flaw, of = min(self.by_mode.items(), key=lambda of: of[1].k / of[1].n)
-            found.append(f"Least recalled flaw: `{flaw}`, {of.k}/{of.n} ({of.percent} %).")
         return found
 
     @classmethod
     def nothing(cls, detectors: Mapping[str, str]) -> "Tallies":
         """Of a file that could not be read."""
-        return cls({code: Rate(0, 0) for code in detectors}, {}, 0, None, {}, None)
+        return cls({code: Rate(0, 0) for code in detectors}, {}, 0, None, None)
 
     @classmethod
     def of(cls, rollouts: Path, half_a: Sequence[str], detectors: Mapping[str, str]) -> "Tallies":
@@ -133,7 +128,6 @@ class Tallies:
         """
         flagged, halves = Counter[str](), Counter[str]()
         precision = recall = unjudged = Rate(0, 0)
-        by_mode: dict[str, Rate] = {}
         rows, seen, has_gate, last = 0, 0, False, None
         for last in json_lines(rollouts):
             rows += 1
@@ -153,15 +147,11 @@ class Tallies:
                     recall += Rate(int(is_flagged), 1)
                 if last["passed"]:
                     unjudged += Rate(int(is_flagged is None), 1)
-            if is_hack and last.get("flagged") is not None:
-                mode = last.get("mechanism") or last["env_mode"]  # older lines have no mechanism
-                by_mode[mode] = by_mode.get(mode, Rate(0, 0)) + Rate(int(last["flagged"]), 1)
         return cls(
             {code: Rate(flagged[code], rows) for code in detectors},
             dict(halves),
             rows,
             (precision, recall) if has_gate else None,
-            by_mode,
             last,
             unjudged,
             seen,
@@ -207,11 +197,9 @@ def write(
     """
     detectors = inputs.environment.detectors
     halves = cfg.env.report_detector_codes
-    tallies = made(
-        "what rollouts.jsonl adds up to",
-        lambda: Tallies.of(run.path / "rollouts.jsonl", halves, detectors),
-    )
-    tallies = tallies or Tallies.nothing(detectors)
+    tallies = Tallies.nothing(detectors)
+    with without("what rollouts.jsonl adds up to"):
+        tallies = Tallies.of(run.path / "rollouts.jsonl", halves, detectors)
     outcome = Outcome(cfg, rows, final, tallies, problems, halted, unrouted, detectors)
     answers = run.path / "final.jsonl"
     try:
@@ -236,55 +224,46 @@ def show(run: RunContext, outcome: Outcome, record: dict[str, object]) -> None:
     # pandas and matplotlib: no run waits for them to start
     from vgrout.report import conclusions, figures, load, tables
 
-    def by_flaw() -> str:
-        return tables.by_flaw([report]).markdown() if report else ""
-
     cfg, rows = outcome.cfg, outcome.rows
-    means = numbers = figure = None
-    report = made(
-        "this run as a report", lambda: load.conditions([load.read_run(run.path, cfg)])[0]
-    )
-    if report:
-        means = made("the verdict", lambda: conclusions.conclusion(report))
-    means = outcome.tallies.judged_nothing + (means or "not worked out, see above")
+    report = numbers = figure = None
+    means, by_flaw = "not worked out, see above", ""
+    with without("this run as a report"):
+        report = load.conditions([load.read_run(run.path, cfg)])[0]
+        means = conclusions.conclusion(report)
+        numbers = summary(cfg, outcome.final, report)
+        by_flaw = tables.by_flaw([report]).markdown()
+    means = outcome.tallies.judged_nothing + means
     verdict = verdict_line(cfg, means)
-    if text := made("summary.md", lambda: page(outcome, verdict)):
-        write_atomic(run.path / "summary.md", text)
+    with without("summary.md"):
+        write_atomic(run.path / "summary.md", page(outcome, verdict))
     if report:
-        numbers = made("the summary", lambda: summary(cfg, outcome.final, report))
-        if picture := made("dynamics.png", lambda: figures.dynamics([report]).figure.png()):
+        with without("dynamics.png"):
+            picture = figures.dynamics([report]).figure.png()
+            write_atomic(run.path / "dynamics.png", picture)
             figure = run.path / "dynamics.png"
-            write_atomic(figure, picture)
-    made(
-        "the trackers' last entries",
-        lambda: run.trackers.final(record, numbers, figure, len(rows) - 1),
-    )
-    tail = made("the log's tail", lambda: log_tail(outcome, run.log, numbers, by_flaw()))
-    for part in [*(tail or []), verdict]:
-        for line in part.split("\n"):
-            logger.debug(line)
-    answer = made(
-        "the last lines",
-        lambda: last_lines(cfg, rows, outcome.final, means, run.path, outcome.tallies.unjudged),
-    )
-    for line in answer or []:
-        logger.info(line)
+    with without("the trackers' last entries"):
+        run.trackers.final(record, numbers, figure, len(rows) - 1)
+    with without("the log's tail"):
+        for part in [*log_tail(outcome, run.log, numbers, by_flaw), verdict]:
+            for line in part.split("\n"):
+                logger.debug(line)
+    unjudged = outcome.tallies.unjudged
+    with without("the last lines"):
+        for line in last_lines(cfg, rows, outcome.final, means, run.path, unjudged):
+            logger.info(line)
 
 
-def made(what: str, make: Callable[[], T]) -> T | None:
-    """The result of `make`; None where it raises: a warning says so, with the traceback in the log.
-
-    what: that it makes, which the run then does without.
-    """
+@contextmanager
+def without(what: str) -> Generator[None]:
+    """Go on without what the block makes where it raises: a warning says so, with the traceback in the log."""
     try:
-        return make()
+        yield
     except Exception as e:
         logger.warning(
             f"{what}: left out, {type(e).__name__}: {printable(' '.join(str(e).split()))}; the numbers are in "
             "final.jsonl and per_mode_deploy.json"
         )
         logger.opt(exception=e).debug(f"{what}: left out")
-        return None
 
 
 # ── files for programs
@@ -526,7 +505,6 @@ def log_tail(
     steps = Table(columns_for(outcome.cfg, flaws), flaws).markdown(outcome.rows)
     parts = [
         f"per-step table:\n{steps}",
-        *last_answer(outcome.tallies.last),
         f"argv: {' '.join(sys.argv)}",
         f"log: {log}",
     ]
@@ -577,18 +555,6 @@ def run_line(outcome: Outcome, numbers: Mapping[str, str]) -> str:
     if outcome.unrouted:
         line += "; NOTHING WAS ROUTED: this was plain GRPO"
     return line
-
-
-def last_answer(last: Mapping[str, object] | None) -> list[str]:
-    """The last answer of training with what became of it. Empty if there was none."""
-    if not last:
-        return []
-    was = "hacked" if last["hacked"] else "solved" if last["solved"] else "neither"
-    head = (
-        f"last training generation: step {last['step']}, problem {last['problem_id']}, {last['env_mode']}, reward "
-        f"{last['reward']:g}, {was}"
-    )
-    return [head + "\n" + shown(last)]
 
 
 def shown(answer: Mapping[str, Json]) -> str:
