@@ -226,15 +226,15 @@ FINAL = "per_mode_deploy.json"
 # what is done to a folder, and what is said
 CONTRADICTIONS = {
     **{name: (of_another(name), name) for name in ("steps.jsonl", "rollouts.jsonl", "final.jsonl")},
-    **{name: (of_another(name), f"{FINAL}: run is ") for name in (FINAL, "run.json")},
-    "fewer steps": (shorter("steps.jsonl"), f"{FINAL}: steps_done is 2, where the run has 1"),
+    **{name: (of_another(name), f"{FINAL}: run ") for name in (FINAL, "run.json")},
+    "fewer steps": (shorter("steps.jsonl"), f"{FINAL}: steps_done 2, where the run has 1"),
     "fewer rollouts": (shorter("rollouts.jsonl"), "rollouts.jsonl: not as"),
     "fewer answers": (shorter("final.jsonl"), "final.jsonl: not as"),
     "no answers": (lambda path, _: (path / "final.jsonl").unlink(), "final.jsonl"),
     "another share": (saying(hack_deploy=0.5), "final.jsonl: other answers than hack_deploy"),
     "another method": (
         saying(intervention="erase"),
-        "intervention is erase, where the run has none",
+        "intervention erase, where the run has none",
     ),
 }
 
