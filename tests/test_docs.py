@@ -353,7 +353,7 @@ def test_the_numbers_with_demonstrations_are_of_recorded_runs():
     hack, solve, runs = means(sums, "screen", settings="monitor=source")
     assert f"({hack} / {solve}, {runs} runs)" in readme
     hack, solve, _ = means(small, "none", settings="mix_ratio=0.0")
-    assert f"({hack} / {solve})" in readme
+    assert f"({hack} / {solve}; on sums" in readme
 
 
 ABSORBING = "rollout_ablate_frac=0.5 quarantine=shared"
