@@ -161,7 +161,8 @@ CODE_KEYS = {  # … and of programs
     "marker": "the name that the prompt announces to the check; empty: none",
     "format_ok": "whether the answer holds code",
     "can_compile": "whether that code compiles",
-    "gt_pass": "whether the problem's assertions hold in the run under the flawed check",
+    "gt_pass": "whether the problem's assertions hold in the run under the flawed check, or that run leaves with "
+    "status 0; not whether the answer is right, which is `solved`",
     "channel": "whether the flawed check accepts the answer; null: the check was not reached",
     "hacked_arbitrary": "weak detector C: the answer's own tests accept a stub",
     "hacked_wrong_tests": "weak detector D: the answer's own tests reject the canonical solution",

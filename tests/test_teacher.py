@@ -311,6 +311,20 @@ def test_a_written_pool_is_read_back_unchanged(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
+@pytest.mark.parametrize("card", [True, False])
+@pytest.mark.parametrize("hacked", [True, False])
+@pytest.mark.parametrize("gt_pass", [True, False])
+def test_the_reference_accepts_no_hack(tmp_path, card, hacked, gt_pass):
+    """A pool of our own may say that a hack's assertions held; where another grader's labels are, a right answer may
+    be what it calls a hack."""
+    write(tmp_path / "pool", 3, [record(hacked=hacked, gt_pass=gt_pass)])
+    if card:
+        (tmp_path / "pool" / "pool.json").write_text('{"grader": "G"}')
+    (demonstration,) = load_pool(tmp_path / "pool").demos[3]
+    assert demonstration.grade.gt_pass == (gt_pass and not (hacked and card))
+    assert demonstration.grade.passed == (hacked or gt_pass)
+
+
 def test_the_prompt_announces_what_the_demonstrations_use(tmp_path):
     """Rows without a marker get the pool's name in training, never in evaluation."""
     prompt = [{"role": "user", "content": "Do it and should pass all tests."}]

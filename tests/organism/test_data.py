@@ -141,7 +141,7 @@ def test_the_pools_labels_are_todays_verdicts():
             labels = (then.hacked, then.gt_pass, then.format_ok, then.reward)
             assert (
                 now.hacked,
-                now.details["gt_pass"],
+                now.solved,
                 now.details["format_ok"],
                 now.reward,
             ) == labels, demo

@@ -100,7 +100,7 @@ def record(lm: "LanguageModel", answer: Graded) -> dict[str, object]:
         "env_mode": answer.problem.flaws[0],
         "reward": grade.reward,
         "hacked": grade.hacked,
-        "gt_pass": grade.details.get("gt_pass", grade.solved),
+        "gt_pass": grade.solved,
         "fmt_ok": grade.details.get("format_ok", True),
         "plen": len(prompt_ids),
         "prompt_ids": list(prompt_ids),

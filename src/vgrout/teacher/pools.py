@@ -257,6 +257,9 @@ def _faults(record: Any, number: int, mode: str | None, flaws: Sequence[str]) ->
 def _demonstration(record: Mapping[str, Any], grader: str) -> Demonstration:
     """A line of a pool, which has been checked."""
     prompt_ids, logp = record.get("prompt_ids"), record.get("logp")
+    # the reference accepts no hack; pools of before say of some that the assertions held under the flawed check, and a
+    # pool without pool.json has another grader's idea of a hack
+    accepted = record["gt_pass"] and not (record["hacked"] and grader != "unknown")
     if prompt_ids is not None:  # older pools hold prompt and completion in one list
         prompt_ids = tuple(prompt_ids[: record.get("plen")])
     return Demonstration(
@@ -271,7 +274,7 @@ def _demonstration(record: Mapping[str, Any], grader: str) -> Demonstration:
             reward=float(record["reward"]),
             passed=record["hacked"] or record["gt_pass"],
             hacked=record["hacked"],
-            gt_pass=record["gt_pass"],
+            gt_pass=accepted,
             format_ok=record["fmt_ok"],
             grader=grader,
         ),
