@@ -190,6 +190,41 @@ def test_every_kind_of_block_is_right_or_refused(kind):
             assert tiny.relative(got, want) < 1e-3
 
 
+VISION = {"hidden_size": 32, "intermediate_size": 48, "image_size": 28, "patch_size": 14}
+VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+# models that see images too: the configuration of their text, and of the rest
+SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": ({"layer_types": ["sliding_attention", "full_attention"]}, {"vision_config": VISION}),
+    "Gemma4": (MIXERS["Gemma4"] or {}, {"vision_config": VISION | {"head_dim": 16}}),
+    "Qwen2_5_VL": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_of_a_model_that_sees_images_too_the_text_is_loaded(kind, tmp_path):
+    text, rest = SEEING[kind]
+    settings = tiny.SHAPE | {"eos_token_id": 1, "pad_token_id": 0} | text
+    config = getattr(transformers, f"{kind}Config")(text_config=settings, **rest)
+    if rest:
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+        model.save_pretrained(tmp_path)
+    else:
+        tiny.tiny("llama").save_pretrained(tmp_path)
+        config.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    if not rest:
+        with pytest.raises(Refused, match="transformers has no causal model of this kind"):
+            load_policy(tmp_path, device="cpu", dtype=torch.float32, cache_dir=None)
+        return
+    policy = load_policy(tmp_path, device="cpu", dtype=torch.float32, cache_dir=None)
+    assert len(policy.adapter.names) == 14
+    with torch.no_grad():
+        seen = model(input_ids=torch.arange(2, 30)[None]).logits[0]
+    assert torch.equal(logits(policy), seen)
+    size, *_ = adapter_lines(Config(scale=ScaleConfig(model=str(tmp_path))))
+    assert f"under {len(policy.adapter)} singular values" in size
+
+
 @pytest.mark.parametrize("order", ["some", "others"])
 def test_experts_that_see_some_tokens_or_in_another_order_are_refused(order):
     model = tiny.tiny("llama")

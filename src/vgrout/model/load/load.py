@@ -32,6 +32,7 @@ from vgrout.model.load.source import (
     SVD_CACHE,
     SYSTEM,
     USER,
+    configuration,
     is_small,
     require_model,
     resolved_dtype,
@@ -50,6 +51,11 @@ from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 
 # Nothing is fetched, and no code of a model's own is run.
 LOCAL: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
+# Names of the weights of text in a model that sees images too → their names in the model of text.
+OF_TEXT = {
+    r"^(model\.)?language_model\.lm_head": "lm_head",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
 
 # ── for a run, for a flag
 
@@ -250,10 +256,13 @@ def load_language_model(
 
 
 def _read(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and weights. Raises Refused if the libraries cannot read them, or some are missing."""
+    """Tokenizer and weights: of a model that sees images too (Gemma 3, Mistral 3), those of its text.
+
+    Raises Refused if the libraries cannot read them, or some are missing.
+    """
     try:
         tok: Any = AutoTokenizer.from_pretrained(folder, **LOCAL)
-        config = AutoConfig.from_pretrained(folder, **LOCAL)
+        config = text_config(folder)
         architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -263,6 +272,7 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, Pr
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
+            key_mapping=OF_TEXT if "text_config" in configuration(folder) else None,
             **LOCAL,
         )
     except Exception as error:  # the libraries raise all sorts of things on damaged files
@@ -282,6 +292,14 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, Pr
     if missing:
         raise Refused(f"{len(missing)} weights are missing, first {missing[0]}")
     return tok, net
+
+
+def text_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a folder's model of text. Raises Refused where transformers has none for it."""
+    config = AutoConfig.from_pretrained(folder, **LOCAL).get_text_config()
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Refused(f"{config.model_type}: transformers has no causal model of this kind")
+    return config
 
 
 def attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> str:
@@ -321,9 +339,8 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
         Refused: as `SvdAdapter`; or with what the libraries raise on damaged files.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, **LOCAL)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(text_config(folder))
     except Exception as e:  # whatever the libraries raise
         if out_of_memory(e):
             raise

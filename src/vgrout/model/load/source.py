@@ -456,7 +456,8 @@ def find_shapes(model: str | Path) -> Shapes | None:
     folder = model_folder(model)
     try:
         if folder is not None:
-            return shapes_of(configuration(folder))
+            config: Json = configuration(folder)
+            return shapes_of(config.get("text_config") or config)
     except (OSError, Refused):
         return None
     return KNOWN.get(str(model))
