@@ -30,6 +30,7 @@ from vgrout.ground.data import (
     Graded,
     GradedAnswer,
     GradedCompletion,
+    Rollout,
     Task,
     Thought,
     Ungraded,
@@ -48,13 +49,11 @@ Logged = dict[str, Any]  # a graded answer as the log stores it
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A completion whose grade is on its way."""
+    """A rollout whose grade is on its way."""
 
     problem: Task
-    prompt_ids: tuple[int, ...]
     sample: int  # which of the problem's completions: 0 … n − 1
-    completion: Completion
-    deployed: bool  # sampled with the quarantine off
+    rollout: Rollout
     verdict: Future[Verdict] | None  # None: another rank has it
 
 
@@ -102,8 +101,8 @@ def sample_and_submit(
         of_problem: list[Submitted] = []
         for i, sampled_one in enumerate(completions):
             completion = with_thought(lm, sampled_one, in_thought[p])
-            verdict = verdicts.get((p, i))
-            of_problem.append(Submitted(problems[p], prompts[p], i, completion, deployed, verdict))
+            rollout = Rollout.of(prompts[p], completion, deployed=deployed)
+            of_problem.append(Submitted(problems[p], i, rollout, verdicts.get((p, i))))
         submitted.append(of_problem)
     return submitted
 
@@ -131,7 +130,7 @@ def graded(submitted: Sequence[Sequence[Submitted]]) -> list[list[GradedAnswer]]
         given: list[GradedAnswer] = []
         for i, answer in enumerate(of_problem):
             given.append(
-                GradedCompletion(answer.problem, answer.sample, answer.completion, grades[p, i])
+                GradedCompletion(answer.problem, answer.sample, answer.rollout, grades[p, i])
             )
         with_grades.append(given)
     return with_grades

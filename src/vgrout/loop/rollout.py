@@ -136,11 +136,8 @@ def _group(
     cfg: Config,
 ) -> Group:
     """The students' rollouts of a problem, then the demonstrations."""
-    rollouts: list[Rollout] = []
-    labels: list[Grade | CachedGrade] = []
-    for answer, grade in zip(sampled, grades, strict=True):
-        rollouts.append(Rollout.of(answer.prompt_ids, answer.completion, deployed=answer.deployed))
-        labels.append(training_reward(cfg, grade))
+    rollouts = [answer.rollout for answer in sampled]
+    labels: list[Grade | CachedGrade] = [training_reward(cfg, grade) for grade in grades]
     for rollout_of_teacher, label in demonstrations:
         rollouts.append(rollout_of_teacher)
         labels.append(label)
