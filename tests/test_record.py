@@ -91,6 +91,19 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
     assert found.last is not None
     assert found.last["problem_id"] == 2
 
+    none |= {"passed": True}
+    for flags, recall, nothing in (
+        ((True, None, None), Rate(1, 1), False),
+        ((None,) * 3, Rate(0, 0), True),
+    ):
+        lines = [none | {"flagged": flag} for flag in flags]
+        write_json_lines(tmp_path / "rollouts.jsonl", lines)
+        found = Tallies.of(tmp_path / "rollouts.jsonl", (), DETECTOR_FIELDS)
+        assert found.gate is not None
+        assert found.gate[1] == recall
+        assert (found.unjudged.n, found.not_looked_at) == (3, 0)
+        assert bool(found.judged_nothing) == nothing
+
 
 @pytest.mark.parametrize(
     ("argv", "run_id"),

@@ -145,7 +145,7 @@ class Tallies:
                 seen += is_hack
                 if is_hack and is_flagged is not None:
                     recall += Rate(int(is_flagged), 1)
-                if last["passed"]:
+                if last.get("passed"):
                     unjudged += Rate(int(is_flagged is None), 1)
         return cls(
             {code: Rate(flagged[code], rows) for code in detectors},
