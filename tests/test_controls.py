@@ -209,21 +209,6 @@ def without(direction, module):
     )
 
 
-def test_a_direction_has_the_axes_that_the_settings_ask_for():
-    """Surgery takes the first k axes above the noise floor; a gate takes the mean."""
-    direction = toy_direction()
-    for k, frac in ((1, 0.0), (4, 0.0), (4, 0.5)):
-        V = toy("erase", direction, v_hack_k=k, v_hack_drop_bottom_frac=frac).direction.V
-        want = direction.select(k, frac)
-        assert {m: rows_.tolist() for m, rows_ in V.items()} == {
-            m: rows_.tolist() for m, rows_ in want.items()
-        }
-    assert sum(map(len, direction.select(4, 0.5).values())) < 12
-    V = toy("route2", direction).direction.V
-    assert all(torch.equal(V[m], v) for m, v in direction.v_grad().items())
-    assert [*V] == [*direction.axes]
-
-
 @pytest.mark.parametrize("control", ["none", "placebo"])
 def test_a_direction_is_extracted_again_as_it_was_at_first(policy, control, monkeypatch):
     """On the pairs that it is of: a placebo's stays one."""
@@ -300,17 +285,6 @@ def test_a_direction_is_in_the_models_order_whatever_its_files():
     for bad in ({"V/other": torch.zeros(1, 24)}, {"V/m.q_proj": torch.zeros(1, 25)}):
         with pytest.raises(ValueError, match=r"checkpoint's direction has .* r is "):
             method.direction.load_state_dict(bad)
-
-
-def test_a_run_says_of_which_pairs_its_direction_is_and_how_large(policy):
-    for intervention in ALONG:
-        real = make_method(setup(config(intervention), policy))
-        of = real.provenance
-        V = real.direction.V
-        assert (of.pairs, of.pairs_sha256) == (TOY_PAIRS.source, TOY_PAIRS.sha256)
-        assert (of.modules, of.axes) == (len(V), sum(map(len, V.values())))
-        placebo = make_method(setup(config(intervention, control="placebo"), policy)).provenance
-        assert (placebo.pairs, placebo.pairs_sha256) == (PLACEBO_PAIRS.source, PLACEBO_PAIRS.sha256)
 
 
 def test_a_direction_file_is_of_these_pairs_and_pairs_are_needed_to_refresh(policy, tmp_path):

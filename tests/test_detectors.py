@@ -87,14 +87,6 @@ def test_divergence_by_hand():
     assert ensemble_divergence([[0], [0], [3]]) == pytest.approx(2)
 
 
-@given(st.lists(st.lists(FINITE, min_size=3, max_size=3), min_size=2, max_size=6))
-def test_divergence_is_a_variance(scores):
-    value = ensemble_divergence(scores)
-    assert value >= 0
-    assert ensemble_divergence(scores[::-1]) == pytest.approx(value)
-    assert ensemble_divergence([scores[0]] * 4) == 0
-
-
 @pytest.mark.parametrize(
     ("call", "of", "why"),
     [

@@ -193,15 +193,6 @@ def test_likeness_is_the_cosine_module_by_module_and_chance_is_what_random_vecto
         assert written["modules"].keys() == real.keys()
 
 
-def test_band_and_sign():
-    direction = of_spectra({"a": [1.0], "b": [1.0]}, r=3)
-    v = {"a": torch.tensor([[1.0, 0, 0]]), "b": torch.tensor([[-1.0, 0, 0]])}
-    lo, hi = direction.band(v)
-    assert lo.tolist() == [-1, 1]
-    assert hi.tolist() == [1, -1]
-    assert {m: V[0, 0].item() for m, V in direction.signed(v).items()} == {"a": 1, "b": 1}
-
-
 def test_the_contrast_generalises_to_held_out_pairs(found):
     """Ten tasks, one hack text: the held-out differences lie along v_grad, far above chance."""
     cos = [a.heldout_cos for a in found.axes.values()]

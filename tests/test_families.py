@@ -533,19 +533,3 @@ def test_a_downloaded_hub_id_is_a_folder(tmp_path, monkeypatch):
         {1}
     )
     assert model_folder("org/other") is None
-
-
-def test_a_model_in_memory_and_one_from_a_folder_are_the_same(folder, policy, family):
-    template, pad, eos = CASES[family]
-    model = tiny.tiny(family).train()
-    model.config.eos_token_id = model.generation_config.eos_token_id = eos
-    in_memory = tiny.as_policy(model, tokenizer(template, pad))
-    assert torch.equal(logits(in_memory), logits(policy))
-    assert (in_memory.eos_ids, in_memory.end_id, in_memory.pad_id) == (
-        policy.eos_ids,
-        policy.end_id,
-        policy.pad_id,
-    )
-    for of in (in_memory, policy):
-        assert not of.model.training
-        assert not any(p.requires_grad for p in of.model.parameters())
