@@ -325,6 +325,11 @@ def test_a_model_of_which_nothing_would_be_adapted_is_refused_by_the_plan(tmp_pa
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="GPTNeoXForCausalLM has no Linear named down_proj"):
         adapter_lines(Config(scale=ScaleConfig(model=str(tmp_path))))
+    config = transformers.GPTJConfig(n_embd=64, n_head=4, n_layer=2, rotary_dim=8)
+    config.architectures = ["GPTJForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="GPTJForCausalLM: names no max_position_embeddings"):
+        adapter_lines(Config(scale=ScaleConfig(model=str(tmp_path))))
 
 
 def test_an_answer_keeps_its_spaces():

@@ -15,10 +15,10 @@ The difference of the NLL gradients is the GRPO gradient of a batch that rewards
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -237,28 +237,16 @@ def gradients(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, "n R"]
                 f"{pairs.source}: pair {i}: {n} tokens, the model's window is {policy.window}"
             )
     own = ranks.own(lengths)
-    grads = own_gradients(
-        policy, prompts[own.start : own.stop], answers[own.start : own.stop], side
-    )
-    return torch.cat(ranks.gather(lambda: grads))
-
-
-def own_gradients(
-    policy: Policy,
-    prompts: Sequence[tuple[int, ...]],
-    answers: Sequence[tuple[int, ...]],
-    side: str,
-) -> Float[Tensor, "n R"]:
-    """The gradients of these answers, a few at a time. side: for the progress bar."""
-    n = len(answers)
-    parts = policy.batches(prompts, answers, range(n), tokens_per_batch(policy))
+    rows, n = slice(own.start, own.stop), len(own)
+    parts = policy.batches(prompts[rows], answers[rows], range(n), tokens_per_batch(policy))
     bar = tqdm(parts, desc=f"direction, {side} side", unit="batch", disable=None, leave=False)
     adapter = policy.adapter
     with adapter.deployed(), torch.enable_grad(), per_rollout_grads(adapter, n) as collected:
         for part, batch in bar:
             collected.announce(pieces_of(batch, part), batch.tokens)
             mean_nll(policy, batch).sum().backward()
-    return collected.flat.float().cpu()
+    grads = collected.flat.float().cpu()
+    return torch.cat(ranks.gather(lambda: grads))
 
 
 def tokens_per_batch(policy: Policy) -> int:
@@ -388,41 +376,34 @@ def module_table(direction: Direction, k: int) -> str:
 
     k: how many singular values are shown.
     """
-    rows: list[dict[str, object]] = []
-    cosines: list[float] = []
-    insides: list[float] = []
-    insides_by_chance: list[float] = []
-    cosines_by_chance: list[float] = []
+    rows: list[dict[str, Any]] = []
     for module, axes in direction.axes.items():
-        r = len(axes.mean)
-        inside_by_chance = math.sqrt(len(axes.V) / r)  # for a random difference
         relative = (axes.sv[1:k] / axes.sv[0]).tolist()
         rows.append(
             {
                 "module": module,
-                "r": r,
+                "r": len(axes.mean),
                 "S_1": axes.sv[0].item(),
                 "S_i / S_1": " ".join(f"{s:.2f}" for s in relative),
                 "held-out cos": axes.heldout_cos,
                 "held-out inside V": axes.heldout_inside,
-                "by chance": inside_by_chance,
+                # for a random difference
+                "by chance": math.sqrt(len(axes.V) / len(axes.mean)),
             }
         )
-        cosines.append(axes.heldout_cos)
-        insides.append(axes.heldout_inside)
-        insides_by_chance.append(inside_by_chance)
-        cosines_by_chance.append(1 / math.sqrt(r))
     table = tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3f")
-    positive = sum(cos > 0 for cos in cosines)
+    mean = {name: fmean(row[name] for row in rows) for name in [*rows[0]][4:]}
+    positive = sum(row["held-out cos"] > 0 for row in rows)
+    cos_by_chance = fmean(1 / math.sqrt(row["r"]) for row in rows)
     meta = direction.meta
     lines = [
         table,
         f"pairs {meta.pairs_source} ({meta.n_pairs}, {meta.n_heldout} held out, "
         f"sha256 {meta.pairs_sha256[:12]})",
-        f"held-out difference with v_grad: mean cos {fmean(cosines):+.3f}, "
+        f"held-out difference with v_grad: mean cos {mean['held-out cos']:+.3f}, "
         f"> 0 in {positive}/{len(rows)} modules. "
-        f"SHOULD be well above chance (0 ± {fmean(cosines_by_chance):.3f}); ELSE the pairs share no direction",
-        f"held-out difference inside V: mean {fmean(insides):.3f}, "
-        f"by chance √(k/r) = {fmean(insides_by_chance):.3f}",
+        f"SHOULD be well above chance (0 ± {cos_by_chance:.3f}); ELSE the pairs share no direction",
+        f"held-out difference inside V: mean {mean['held-out inside V']:.3f}, "
+        f"by chance √(k/r) = {mean['by chance']:.3f}",
     ]
     return "\n".join(lines)

@@ -336,7 +336,8 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
     blocks, as `left_out`.
 
     Raises:
-        Refused: as `SvdAdapter`; or with what the libraries raise on damaged files.
+        Refused: as `SvdAdapter`, without a window, or with what the libraries raise on damaged
+            files.
     """
     try:
         with torch.device("meta"):
@@ -345,6 +346,8 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
         if out_of_memory(e):
             raise
         raise Refused(one_line(e)) from e
+    if window_of(model.config.to_dict()) is None:
+        raise Refused(f"{type(model).__name__}: names no max_position_embeddings")
     linears = targets(model)
     shapes = [(linear.out_features, linear.in_features) for linear in linears.values()]
     return shapes, left_out(model, linears)

@@ -163,11 +163,9 @@ def can_prepack(model: PreTrainedModel) -> bool:
     ops = torch.ops.mkldnn
     if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if not hasattr(ops, "_reorder_linear_weight"):
-        return False
     if model.dtype == torch.bfloat16:
         # whether this CPU has them, not whether the library does
-        return hasattr(ops, "_is_mkldnn_bf16_supported") and ops._is_mkldnn_bf16_supported()
+        return ops._is_mkldnn_bf16_supported()
     return model.dtype == torch.float32
 
 
