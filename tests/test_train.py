@@ -29,6 +29,7 @@ from runs import (
     status,
     until,
 )
+from vgrout.config.presets import PRESETS
 from vgrout.config.settings import LossName
 from vgrout.config.specs import INTERVENTIONS
 from vgrout.ground import embedded
@@ -121,6 +122,23 @@ def test_resumed_run_equals_an_uninterrupted_one(method, done, stopped, shared_r
     assert run(tmp_path, "smoke", "--resume", "latest", "--threads", "1") == path
     assert rows(path) == rows(done(method))
     assert adapter_bytes(path) == adapter_bytes(done(method))
+
+
+def test_what_is_typed_beside_resume_is_the_runs(
+    stopped, shared_run, tmp_path, capsys, monkeypatch
+):
+    path = shared_run.copy(stopped("none"), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((path / "run.json").read_text())["config"]
+    usual = PRESETS["smoke"][1].scale.steps
+    assert config["scale"]["steps"] != usual
+    capsys.readouterr()
+    assert main(["smoke", "--resume=latest", "--dry-run=config"]) == 0
+    assert json.loads(capsys.readouterr().out)["scale"] == config["scale"]
+    assert main(["smoke", "--resume=latest", "--dry-run", f"--steps={usual}"]) == 2
+    assert (
+        f"differs in --steps {usual} (run: {config['scale']['steps']})" in capsys.readouterr().err
+    )
 
 
 def test_files_of_a_finished_run(done):
