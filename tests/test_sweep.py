@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import types
@@ -100,7 +99,7 @@ def study(tmp_path, monkeypatch):
 
 def by_hand(monkeypatch, endings, slots=1):
     hand = Hand(endings, slots)
-    monkeypatch.setattr(sweeps, "_workers", lambda *_: hand)
+    monkeypatch.setattr(sweeps, "Local", lambda *_: hand)
     return hand
 
 
@@ -232,8 +231,8 @@ def test_reason_is_the_last_attempts(study, monkeypatch, capsys, code, adds, out
 
     monkeypatch.setattr(
         sweeps,
-        "_workers",
-        lambda *_: types.SimpleNamespace(slots=1, start=start, close=lambda: None),
+        "Local",
+        lambda *_: types.SimpleNamespace(slots=1, start=start),
     )
     assert main([str(study)]) == 1
     assert (
@@ -461,18 +460,6 @@ def test_missing_pueue(study, monkeypatch, capsys):
     refused = capsys.readouterr().err
     assert refused.startswith("E --via pueue: `pueue status` failed ([Errno 2] No such file")
     assert refused.count("\n") == 1
-
-
-def test_ray_address_without_a_cluster(study, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # refused before ray is used
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    assert main([str(study), "--via", "ray", "--ray-address", f"127.0.0.1:{port}"]) == 2
-    output = capsys.readouterr().err
-    assert output.startswith(
-        f"E --ray-address '127.0.0.1:{port}': no cluster can be reached there ("
-    )
-    assert output.count("\n") == 1
 
 
 # ── real processes

@@ -1,1 +1,1 @@
-"""Studies of many runs from one TOML file: planned, resumable, in processes or on Ray. No torch."""
+"""Studies of many runs from one TOML file: planned, resumable, in processes or in a queue. No torch."""

@@ -10,8 +10,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -44,11 +43,10 @@ from vgrout.runs.inputs import file_hashes
 from vgrout.runs.plan import preflight
 from vgrout.sweep.entry import FINAL, Entry, Ledger
 from vgrout.sweep.study_file import StudyFile, load_study_file
-from vgrout.sweep.workers import POLL_S, Local, Process, Pueue, Ray, RayJob
+from vgrout.sweep.workers import POLL_S, Local, Process, Pueue
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
-Workers = Local | Ray
 
 
 @dataclass(frozen=True)
@@ -65,10 +63,8 @@ class SweepSettings:
     where there is a checkpoint, `true` where the run has ended or is under way. Start nothing."""
     jobs: int | None = setting(None, low=1)
     """Runs at a time, each on a GPU of its own where there are any; none: as many as there are GPUs, or else cores."""
-    via: Literal["local", "pueue", "ray"] = "local"
-    """Where runs are started: processes on this machine · a pueue queue · a Ray cluster, which shares this folder."""
-    ray_address: str = ""
-    """The cluster's address; '': start one on this machine."""
+    via: Literal["local", "pueue"] = "local"
+    """Where runs are started: processes on this machine · a pueue queue."""
     trust_code: bool = False
     """Import the functions and classes that the study names."""
     replan: bool = False
@@ -78,8 +74,6 @@ class SweepSettings:
         check(self)
         on_queue = self.jobs is not None and self.via == "pueue"
         refuse(on_queue, "--jobs: not read with --via pueue; leave it out")
-        no_ray = self.ray_address != "" and self.via != "ray"
-        refuse(no_ray, f"--ray-address: not read with --via {self.via}; leave it out")
 
 
 @dataclass
@@ -90,7 +84,7 @@ class Sweep:
     entries: list[Entry]
     missing: dict[str, list[str]]  # a file's line → the arms
     ledger: Ledger = field(default_factory=Ledger)
-    under_way: list[tuple[Process | RayJob, Entry]] = field(default_factory=list)
+    under_way: list[tuple[Process, Entry]] = field(default_factory=list)
     elsewhere: set[Path] = field(default_factory=set)  # runs that other processes were writing
 
     @classmethod
@@ -216,7 +210,7 @@ class Sweep:
 
     # ── carrying it out
 
-    def carry_out(self, workers: Workers) -> int:
+    def carry_out(self, workers: Local) -> int:
         """Start runs until all have ended, or until a signal. Returns the exit code.
 
         After a signal it waits while the runs under way save and end. However this process ends,
@@ -240,7 +234,7 @@ class Sweep:
         return INTERRUPTED if stop.requested else self.conclude()
 
     def _loop(
-        self, workers: Workers, waiting: list[Entry], stop: Stop, tick: Callable[[], object]
+        self, workers: Local, waiting: list[Entry], stop: Stop, tick: Callable[[], object]
     ) -> None:
         """Start and watch runs. tick: called for each that has ended."""
         stopping = False
@@ -276,7 +270,7 @@ class Sweep:
         logger.info(f"{entry.planned.name}: another process is writing {entry.run}; waiting for it")
         return True
 
-    def _start(self, workers: Workers, entry: Entry, tick: Callable[[], object]) -> None:
+    def _start(self, workers: Local, entry: Entry, tick: Callable[[], object]) -> None:
         """Start a run or go on with it, unless it turns out to have ended."""
         if entry.state in FINAL:
             self._ended(entry, tick)
@@ -373,7 +367,7 @@ def run_study(settings: SweepSettings) -> int:
     if settings.commands:
         print("\n".join(entry.command for entry in sweep.entries))
         return FINISHED
-    gpus = () if settings.via == "ray" else visible()
+    gpus = visible()
     refuse(
         len(gpus) > 0 and (settings.jobs or 0) > len(gpus),
         f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}",
@@ -389,19 +383,12 @@ def run_study(settings: SweepSettings) -> int:
         if edited and not settings.replan:
             print(edited)
         return REFUSED if sweep.missing else FINISHED
-    # a client or a cluster that is not there is refused before anything is written
+    # a client that is not there is refused before anything is written
     queue = Pueue(gpus) if settings.via == "pueue" else None
-    with closing(_workers(settings, gpus)) as workers:
-        make_folder(logs)
-        with hold(sweep.folder, "sweep"):
-            sweep.freeze(settings.replan)
-            for line in (*study.left_out, *sweep.warnings()):
-                logger.info(line)
-            sweep.write()
-            return sweep.enqueue(queue) if queue else sweep.carry_out(workers)
-
-
-def _workers(settings: SweepSettings, gpus: Sequence[str]) -> Workers:
-    if settings.via == "ray":
-        return Ray(settings.ray_address, settings.jobs)
-    return Local(settings.jobs, gpus)
+    make_folder(logs)
+    with hold(sweep.folder, "sweep"):
+        sweep.freeze(settings.replan)
+        for line in (*study.left_out, *sweep.warnings()):
+            logger.info(line)
+        sweep.write()
+        return sweep.enqueue(queue) if queue else sweep.carry_out(Local(settings.jobs, gpus))

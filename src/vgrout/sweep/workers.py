@@ -1,27 +1,20 @@
-"""Where a sweep's runs are started: as processes on this machine, on a Ray cluster, or in a pueue queue."""
+"""Where a sweep's runs are started: as processes on this machine, or in a pueue queue."""
 
-import contextlib
 import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from vgrout.ground.io import Refused, not_installed
+from vgrout.ground.io import Refused
 from vgrout.ground.machine import cores
-from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED
-from vgrout.sweep.entry import FINAL, Entry, Ledger
+from vgrout.sweep.entry import Entry
 
 POLL_S = 0.2
 PR_SET_PDEATHSIG = 1
-RETRIES = 3  # of a run whose machine Ray has lost
-CONNECT_S = 10.0
 Process = subprocess.Popen[bytes]
 
 # ── processes
@@ -48,9 +41,6 @@ class Local:
         process = spawn(entry.argv, log, {"CUDA_VISIBLE_DEVICES": free[0]})
         self._latest[free[0]] = process
         return process
-
-    def close(self) -> None:
-        pass
 
 
 def spawn(argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
@@ -83,118 +73,6 @@ def _dies_with(parent: int) -> Callable[[], None] | None:
             os._exit(1)
 
     return ask
-
-
-# ── Ray
-
-
-class Ray:
-    """Tasks of a Ray cluster: one run per GPU where it has any, else one per core.
-
-    The cluster's machines share this folder under the same path, and have vgrout installed. Ray
-    picks a machine for each run, and another one if that is lost: there the run goes on from its
-    last checkpoint.
-    """
-
-    def __init__(self, address: str, most: int | None) -> None:
-        """Connect to a cluster, or start one on this machine that ends with the sweep.
-
-        address: the cluster's; "" starts one. most: runs at a time.
-
-        Raises:
-            Refused: Ray is not installed, or no cluster can be reached; one line.
-        """
-        try:
-            import ray
-        except ImportError:
-            raise not_installed("ray") from None
-        # else Ray reports to its makers over the network
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-        if not address:
-            settings |= {"num_cpus": most or os.cpu_count(), "include_dashboard": False}
-        try:
-            _require_listener(address)
-            ray.init(address=address or "local", **settings)
-        except (ConnectionError, OSError, RuntimeError, ValueError) as e:
-            raise Refused(
-                f"--ray-address {address!r}: no cluster can be reached there ({e})"
-            ) from None
-        self._ray = ray
-        self._most = most
-        self._unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-        gpus = 1 if self._unit == "GPU" else 0
-        self._task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(_carry_out)
-
-    @property
-    def slots(self) -> int:
-        """GPUs, or else cores, of the machines that are there now, at most those asked for."""
-        there = int(self._ray.cluster_resources().get(self._unit, 0))
-        return min(there, self._most or there)
-
-    def start(self, entry: Entry, log: Path) -> "RayJob":
-        """Start a run, or go on with it; its output is appended to `log`."""
-        return RayJob(self._ray, self._task.remote(Path.cwd(), entry, log), log)
-
-    def close(self) -> None:
-        self._ray.shutdown()
-
-
-def _require_listener(address: str) -> None:
-    """Raises OSError if nobody listens at HOST:PORT: Ray would retry for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-
-
-class RayJob:
-    """A run as a task of the cluster. It has the methods of a process that a sweep uses."""
-
-    def __init__(self, ray: Any, task: Any, log: Path) -> None:
-        self._ray, self._task, self._log = ray, task, log
-
-    def poll(self) -> int | None:
-        """Its exit code; None while it runs or waits."""
-        if not self._ray.wait([self._task], timeout=0)[0]:
-            return None
-        try:
-            return self._ray.get(self._task)
-        except self._ray.exceptions.TaskCancelledError:  # before a machine had begun it
-            return INTERRUPTED
-        # its machine was lost once too often, or cannot run it
-        except self._ray.exceptions.RayError as e:
-            with contextlib.suppress(OSError), open(self._log, "a") as log:
-                log.write(f"E {str(e).strip().splitlines()[-1]}\n")
-            return FAILED
-
-    def terminate(self) -> None:
-        """Ask it to save and end."""
-        self._ray.cancel(self._task)
-
-
-def _carry_out(folder: Path, entry: Entry, log: Path) -> int:
-    """Start a run or go on with it, in a process of Ray's on any machine; returns its exit code.
-
-    Ray calls it again on another machine if this one is lost.
-    """
-    os.chdir(folder)
-    ledger = Ledger()
-    ledger.refresh()
-    entry.look(ledger)
-    # on a machine that was lost the process is still saving, or its lock is still held
-    while entry.state == "running":
-        time.sleep(POLL_S)
-        entry.look(ledger)
-    if entry.state in FINAL:
-        return FINISHED
-    process = spawn(entry.argv, log, {"OMP_NUM_THREADS": "1"})
-    while True:
-        try:
-            while (code := process.poll()) is None:
-                time.sleep(POLL_S)
-            return code
-        except KeyboardInterrupt:  # the task was cancelled
-            process.terminate()
 
 
 # ── pueue
