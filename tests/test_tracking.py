@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from runs import flags, run
 from vgrout.ground.io import json_lines
-from vgrout.ground.table import SECONDS
 from vgrout.runs import tracking
 from vgrout.runs.tracking import Trackers, grouped, numbers
 from vgrout.train import main
@@ -70,21 +69,6 @@ def test_a_share_is_a_curve_and_its_counts_are_none():
         "shadow": {"labels": measured, "source": not_measured},
     }
     assert grouped(row) == {"train/recall": 0.5, "train/shadow_labels_recall": 0.5}
-
-
-@pytest.mark.parametrize("golden", ["route2", "penalty-syntax-edge"])
-def test_a_tracker_has_few_curves_in_three_groups(golden):
-    recorded = json.loads((Path(__file__).parent / "golden" / f"{golden}.json").read_text())["rows"]
-    measured = dict.fromkeys((*SECONDS, "hack_deploy", "solve_deploy", "kl_deploy"), 1.0)
-    watch = {
-        "collapse": ["OK", 0.1],
-        "guard": {"proxy": 0.1, "held_out": 0.1, "n": 9, "kl": 0.1, "gap": 0.1},
-    }
-    rows = [row | measured | {"watch": watch} for row in recorded]
-    names = {name for row in rows for name in grouped(row)}
-    assert {name.partition("/")[0] for name in names} == {"train", "eval", "time"}
-    assert {"train/hack_s", "train/rew_s", "eval/hack_deploy", "time/sec"} <= names
-    assert len(names) < 72, "and eight of the final evaluation"
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@
 
 import shutil
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -360,20 +359,13 @@ def _pool_line(pool: Pool, grader: str) -> str:
 
 def loaded_lines(cfg: Config, inputs: Inputs, problems: Splits, policy: "Policy") -> list[str]:
     """What was loaded: a line for the console, the others for the log."""
-    n_train, n_test, n_flaws = len(problems.train), len(problems.test), len(problems.trained_flaws)
-    files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
-    if cfg.env.taskset:
-        files = [inputs.environment.source]
-    count = Counter(task.flaws[0] for task in problems.train)
-    by_flaw = ", ".join(f"{flaw} {count[flaw]}" for flaw in problems.flaws if count[flaw])
-    lines = [
-        f"problems: {n_train} to train on, {n_test} to test · {n_flaws} flaw{'s' * (n_flaws != 1)}",
-        f"problems: {n_train} train, {len(problems.val)} val, {n_test} test kept of "
-        f"{len(inputs.environment.prompts)} in {' and '.join(files)} ({problems.too_long} too long); train: {by_flaw}",
+    n_flaws = len(problems.trained_flaws)
+    flaws = f"{n_flaws} flaw{'s' * (n_flaws != 1)}"
+    return [
+        f"problems: {len(problems.train)} to train on, {len(problems.test)} to test · {flaws}",
+        *inputs.environment.ignored(inputs.pool),
+        _trainable_line(cfg, policy),
     ]
-    lines += inputs.environment.ignored(inputs.pool)
-    lines.append(_trainable_line(cfg, policy))
-    return lines
 
 
 def _trainable_line(cfg: Config, policy: "Policy") -> str:
