@@ -43,8 +43,8 @@ NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
                 ((NONE,), {"seed": 3, "weights": "abcdef0123"}),
             ],
             {
-                "none (base_weights A)": "1,2",
-                "none (base_weights B)": "3",
+                "none (base_weights 00000000)": "1,2",
+                "none (base_weights abcdef01)": "3",
             },
         ),
         (
@@ -83,12 +83,12 @@ def test_an_edited_file_of_the_method_makes_another_condition_with_the_same_base
         fake_run(tmp_path, "--intervention=route2", seed=2 + seed, hashes={name: f"{seed}abcdef01"})
     plain, *others = methods = found(tmp_path)
     assert {(c.title, c.seeds) for c in others} == {
-        (f"route2 ({name} A)", "1,2"),
-        (f"route2 ({name} B)", "3"),
-        (f"route2 ({name} C)", "4"),
+        (f"route2 ({name} not noted)", "1,2"),
+        (f"route2 ({name} 1abcdef0)", "3"),
+        (f"route2 ({name} 2abcdef0)", "4"),
     }
     assert [c.note for c in others] == [
-        f"{name} sha256 {digest}" for digest in ("not noted", "1abcdef0", "2abcdef0")
+        f"{name} sha256 {digest}" for digest in ("1abcdef0", "2abcdef0", "not noted")
     ]
     assert all(baseline(c, methods) is plain for c in others)
 
@@ -130,7 +130,7 @@ def test_a_file_at_another_path_makes_no_other_condition(tmp_path):
         fake_run(tmp_path / "not", NONE, *more, seed=seed)
     assert [c.title for c in found(tmp_path / "noted")] == ["none"]
     titles = [c.title for c in found(tmp_path / "not")]
-    assert titles == ["none", "none (organism o, organism A)", "none (organism o, organism B)"]
+    assert titles == ["none", "none (organism o, organism a/o)", "none (organism o, organism b/o)"]
 
 
 def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path):

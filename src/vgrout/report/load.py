@@ -507,27 +507,20 @@ def conditions(runs: Sequence[FinishedRun]) -> list[Condition]:
 def _titled(method: str, groups: Sequence[Sequence[FinishedRun]]) -> list[Condition]:
     """Make the conditions of a method's name.
 
-    A title names settings, and files by the last part of their path. Where that leaves two alike,
-    it names what lies at those paths by a letter, of which the note has the hash.
+    A title names settings, and files by the last part of their path. Where that leaves some alike,
+    it names whole paths, and the hashes of what lies there.
     """
-    differing = _differing([group[0] for group in groups])
-    alike: dict[str, list[Sequence[FinishedRun]]] = defaultdict(list)
-    for group in groups:
-        alike[", ".join(_named(group[0], differing))].append(group)
+    runs = [group[0] for group in groups]
+    differing = _differing(runs)
+    named = [_named(run, differing) for run in runs]
     found = []
-    for names, same in alike.items():
-        parts = [names] if names else []
-        for place, group in enumerate(same):
-            lettered = [*parts]
-            if len(same) > 1:
-                differ = _differing([group[0] for group in same])
-                hashed = [name for name in differ if name.endswith(" sha256")] or differ
-                letter = chr(ord("A") + place)
-                lettered.append(f"{hashed[0].removesuffix(' sha256')} {letter}")
-            title = f"{method} ({', '.join(lettered)})" if lettered else method
-            its = group[0].trained_with
-            note = ", ".join(f"{name} {its.get(name)}" for name in differing)
-            found.append(Condition(title, tuple(group), note))
+    for run, group, names in zip(runs, groups, named, strict=True):
+        alike = [other for other, its in zip(runs, named, strict=True) if its == names]
+        facts = run.trained_with
+        words = [*names, *(f"{name} {facts.get(name)}" for name in _differing(alike))]
+        title = f"{method} ({', '.join(words)})" if words else method
+        note = ", ".join(f"{name} {facts.get(name)}" for name in differing)
+        found.append(Condition(title.replace(" sha256", ""), tuple(group), note))
     return found
 
 
