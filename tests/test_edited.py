@@ -1,6 +1,8 @@
-"""Code of a user's own that is edited while the process lives, as in a notebook: a run has what its hash is of."""
+"""Code of a user's own: edited while the process lives, as in a notebook, a run has what its hash is of; interrupted,
+it has not failed."""
 
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from vgrout.config.presets import import_named
 from vgrout.config.specs import INTERVENTIONS, MONITORS
+from vgrout.envs.text import TextTask, own_function
 from vgrout.envs.worlds import environment_class
 from vgrout.ground.io import Refused, file_sha256, hash_of_file
 from vgrout.ground.scoring import ScoringFunction, import_function
@@ -40,6 +43,7 @@ def score(name="mine_edited:f"):
     return function.called(None, ["x"])[0], function.sha256
 
 
+ASKED = TextTask(0, ({"role": "user", "content": "q"},), "reward", None, {}, "row 0")
 F = "def f(): return {}\n"
 HELPED = {  # how a helper module is imported → the modules, with {} for what is edited
     "from": {"mine_edited": "from its_helper import g\ndef f(): return g()\n", "its_helper": "def g(): return {}\n"},
@@ -156,3 +160,41 @@ def test_what_a_notebook_has_defined_stays(monkeypatch):
     monkeypatch.setattr(main, "f_of_a_cell", lambda: 0.5, raising=False)
     import_named(["--reward=__main__:f_of_a_cell"])
     assert sys.modules["__main__"] is main
+
+
+# ── Ctrl-C, while a function of a user's own is waited for
+
+WAITING = """
+import asyncio, threading
+go_on = threading.Event()
+def plain(completion): go_on.wait(); return 1.0
+async def awaited(completion):
+    while not go_on.is_set(): await asyncio.sleep(0.01)
+    return 1.0
+def raises(completion): raise KeyboardInterrupt
+"""
+
+
+@pytest.mark.parametrize("answers", [["a"], ["a", "b", "c"]])
+@pytest.mark.parametrize("name", ["plain", "awaited"])
+def test_an_interrupt_is_no_failure_of_the_function_that_is_waited_for(name, answers, write):
+    write("waits_long", WAITING)
+    function = own_function(f"waits_long:{name}", None, "--reward")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            function.scores(ASKED, answers, retries=None)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        sys.modules["waits_long"].go_on.set()
+
+
+def test_an_interrupt_that_the_function_raises_is_its_failure(write):
+    write("waits_long", WAITING)
+    (failed,) = own_function("waits_long:raises", None, "--reward").scores(ASKED, ["a"])
+    assert str(failed) == "raised KeyboardInterrupt"

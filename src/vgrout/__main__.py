@@ -6,9 +6,10 @@ Nothing heavy is imported here.
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import vgrout
-from vgrout.config.cli import cli_exit
+from vgrout.config.cli import cli_exit, leave
 from vgrout.ground.io import nearest
 
 COMMANDS = {
@@ -94,5 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     return cli_exit(run)
 
 
+def program() -> NoReturn:
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

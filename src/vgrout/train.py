@@ -20,14 +20,14 @@ from functools import partial
 
 from loguru import logger
 
-from vgrout.config.cli import cli_exit
+from vgrout.config.cli import cli_exit, leave
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.ground import ranks
 from vgrout.ground.io import NothingRouted
 from vgrout.ground.metrics import BatchMetrics
 from vgrout.ground.table import StepRow
-from vgrout.runs.context import NOTHING, RunContext, leave
+from vgrout.runs.context import NOTHING, RunContext
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.launch import launch
 

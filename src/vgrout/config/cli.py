@@ -10,12 +10,13 @@ import io
 import os
 import re
 import select
+import signal
 import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
@@ -117,6 +118,17 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
         return partial(call, *args, **kwargs)
 
     return bind
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code, and without a traceback where somebody interrupts that too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code == 130:  # Python takes seconds to put torch's modules away, and waits for threads
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:

@@ -141,8 +141,11 @@ class Scorer(Generic[T]):
 
         if self.batched or len(answers) == 1:
             return asked(answers)
-        with ThreadPoolExecutor(len(answers)) as pool:
+        pool = ThreadPoolExecutor(len(answers))
+        try:
             return [score for (score,) in pool.map(asked, ([answer] for answer in answers))]
+        finally:
+            pool.shutdown(wait=False)
 
 
 def weights_of(named: str, flag: str) -> dict[str, float]:
@@ -526,16 +529,12 @@ class Awaiter:
 
 def _in_time(future: "Future[T]", timeout: float) -> T:
     """The result. Raises TimeoutError, or RewardFailed where the function raised."""
-    try:
-        return future.result(timeout)
-    except TimeoutError:
-        if future.done():  # the function raised one itself
-            raise RewardFailed("raised TimeoutError") from None
-        raise
-    except RewardFailed:
-        raise
-    except BaseException as e:
-        raise _raised(e) from e
+    error = future.exception(timeout)  # while it waits, Ctrl-C is nothing that the function raised
+    if error is None:
+        return future.result()
+    if isinstance(error, RewardFailed):
+        raise error
+    raise _raised(error) from error
 
 
 class _Thread:

@@ -20,7 +20,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, TracebackType
-from typing import NoReturn
 
 from loguru import logger
 from tqdm import tqdm
@@ -70,12 +69,6 @@ ENDINGS: dict[type[BaseException], tuple[str, int]] = {
 def state_and_code(e: BaseException | None) -> tuple[str, int]:
     """State and exit code of a run that this has ended; None: nothing did. Not of a refusal before the first step."""
     return ("finished", FINISHED) if e is None else ENDINGS.get(type(e), ("failed", FAILED))
-
-
-def leave(code: int) -> NoReturn:
-    """End the process with this exit code, and without a traceback where somebody interrupts that too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(code)
 
 
 @dataclass

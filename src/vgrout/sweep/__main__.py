@@ -5,9 +5,8 @@ named with its reason · 2 refused, nothing started · 130 interrupted: the runs
 and the same command continues.
 """
 
-from vgrout.config.cli import cli_exit, parse_args
+from vgrout.config.cli import cli_exit, leave, parse_args
 from vgrout.ground import console
-from vgrout.runs.context import leave
 from vgrout.sweep.runner import SweepSettings, run_study
 
 
