@@ -213,14 +213,11 @@ class Route2(Intervention):
         V: Directions,
     ) -> Float[Tensor, "N R"]:
         """Shares of the modules with a direction, spread over each one's part of R; 0 in the other modules."""
-        of_module = dict(zip(V, share.T, strict=True))
-        nothing = torch.zeros_like(share[:, 0])
-        parts: list[Tensor] = []
-        for module, span in self.spans.items():
-            f = of_module.get(module, nothing)[:, None]
-            r = span.stop - span.start
-            parts.append(f.expand(-1, r))
-        return torch.cat(parts, dim=1)
+        R = max(span.stop for span in self.spans.values())
+        spread = share.new_zeros(len(share), R)
+        for module, of_module in zip(V, share.T, strict=True):
+            spread[:, self.spans[module]] = of_module[:, None]
+        return spread
 
 
 class Treatment(Intervention):
