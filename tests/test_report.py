@@ -71,21 +71,16 @@ def test_the_folder(runs, capsys):
 
 
 def test_a_terminal_of_eighty_columns_shows_what_decides(runs, capsys, monkeypatch):
-    """Methods with long names, a monitor in shadow: nothing wraps but the names."""
+    """Methods with long names: nothing wraps but the names."""
     monkeypatch.setattr("vgrout.report.page.pictures", lambda _: [])
     long = "--known-modes=sentinel", "--shadow=syntax_edge", "--penalty=2.5"
     for seed in (1, 2):
-        path = fake_run(
-            runs, "--intervention=penalty", "--monitor=labels", "--random-flags", *long, seed=seed
-        )
-        hack = {"step": 1, "env_mode": "sentinel", "hacked": True, "solved": False, "flagged": True}
-        hack |= {"shadow": {"syntax_edge": {"flagged": False, "score": None}}, "gate": None}
-        (path / "rollouts.jsonl").write_text(json.dumps(hack) + "\n")
+        flags = "--intervention=penalty", "--monitor=labels", "--random-flags"
+        fake_run(runs, *flags, *long, seed=seed)
     assert main([str(runs), "--rollouts=0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[:-1])) <= 80, lines
     assert any(line.startswith("route2: ") for line in lines)
-    assert [line for line in lines if "syntax_edge, in shadow" in line and "0.0 (2)" in line]
 
 
 def test_a_folder_with_other_files_is_refused(runs, tmp_path, capsys):

@@ -56,9 +56,8 @@ def command(cli: Cli) -> int:
         but = f" but {', '.join(left_out)}" if left_out else ""
         raise Refused(f"{', '.join(map(str, cli.sources))}: no finished run{named}{but}")
     found = load.conditions(runs)
-    monitors = tables.monitors(found)
     of_judge = judge.judged(cli.judge, found) if cli.judge else []
-    shown = [tables.methods(found), tables.by_flaw(found), monitors, *of_judge]
+    shown = [tables.methods(found), tables.by_flaw(found), tables.monitors(found), *of_judge]
     shown = [table for table in shown if table.rows]
     packed = rollouts.pack(found, cli.rollouts)
     left_out += packed["left_out"]
@@ -67,9 +66,6 @@ def command(cli: Cli) -> int:
     parts = []
     for line in [*page.conclusions(found), *page.hypotheses(cli.sources, found)]:
         parts.append(textwrap.fill(line, 80, subsequent_indent="  "))
-    if monitors.rows:
-        columns = "method", "monitor", "recall", "false flags"
-        parts.append(f"{monitors.name}, %:\n\n{monitors.plain(*columns)}")
     for table in of_judge:
         parts.append(f"{table.name}: {table.caption}\n\n{table.markdown()}")
     if left_out:

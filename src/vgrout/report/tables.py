@@ -49,11 +49,6 @@ class ReportTable:
             rows.append({one_line(name): one_line(cell) for name, cell in row.items()})
         return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
-    def plain(self, *columns: str) -> str:
-        """Return these columns for a terminal; the first one wraps."""
-        rows = [[one_line(row[name]) for name in columns] for row in self.rows]
-        return tabulate(rows, columns, "simple", disable_numparse=True, maxcolwidths=[26])
-
 
 def one_line(value: object) -> str:
     """Return a value as printable text without line ends."""

@@ -20,7 +20,7 @@ from tabulate import tabulate
 from vgrout.config.presets import recorded
 from vgrout.config.run import Config
 from vgrout.envs.base import Splits
-from vgrout.ground.data import Flaw, Grade, Ungraded
+from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.ground.io import (
     Json,
@@ -235,7 +235,7 @@ def show(run: RunContext, outcome: Outcome, record: dict[str, object]) -> None:
     means = outcome.tallies.judged_nothing + means
     verdict = verdict_line(cfg, means)
     with without("summary.md"):
-        write_atomic(run.path / "summary.md", page(outcome, verdict))
+        write_atomic(run.path / "summary.md", page(outcome, verdict, by_flaw))
     if report:
         with without("dynamics.png"):
             picture = figures.dynamics([report]).figure.png()
@@ -413,8 +413,8 @@ def last_lines(
 # ── summary.md
 
 
-def page(outcome: Outcome, verdict: str) -> str:
-    """summary.md, the conclusion first. verdict: as the console has it."""
+def page(outcome: Outcome, verdict: str, by_flaw: str) -> str:
+    """summary.md, the conclusion first. verdict: as the console has it. by_flaw: the report's table."""
     cfg, final, tallies = outcome.cfg, outcome.final, outcome.tallies
     method = " ".join(" ".join(method_lines(cfg)).split())
     paragraphs = [f"# {verdict[0].upper()}{verdict[1:]}"]
@@ -428,7 +428,7 @@ def page(outcome: Outcome, verdict: str) -> str:
         f"{final.deployed.hack.n} answers a row, with held-out {cfg.env.held_out}. {MEANING[cfg.of_code]}",
         "![hack and solve by step](dynamics.png)",
         "## By flaw",
-        flaws_table(final, outcome.problems.flaws),
+        by_flaw,
         *outcome.tallies.lines(outcome.cfg.env.report_detector_codes),
     ]
     if tallies.last is not None:
@@ -459,37 +459,7 @@ def models_table(final: Final, *, hinted: bool = True) -> str:
     for name, side in final.sides.items():
         if hinted or name != "plain":
             rows.append((SIDES[name].title, side.hack.percent, side.solve.percent))
-    return _markdown(("model", "hack, %", "solve, %"), rows, "lrr")
-
-
-def flaws_table(final: Final, named: Mapping[str, Flaw]) -> str:
-    """Hack and solve by flaw. named: the environment's flaws."""
-    heads = [
-        "flaw",
-        "hack as trained, %",
-        "hack deployed, %",
-        "solve deployed, %",
-        "answers",
-        "a hack",
-    ]
-    rows: list[tuple[str, ...]] = []
-    for flaw, deployed in final.deployed.by_mode.items():
-        rows.append(
-            (
-                f"`{flaw}`",
-                final.trained.by_mode[flaw].hack.percent,
-                deployed.hack.percent,
-                deployed.solve.percent,
-                str(deployed.hack.n),
-                named[flaw].should,
-            )
-        )
-    return _markdown(heads, rows, "lrrrrl")
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], columns: str) -> str:
-    """A table. columns: a letter for each, l or r, the side that it is set to."""
-    sides = ["left" if letter == "l" else "right" for letter in columns]
+    heads, sides = ("model", "hack, %", "solve, %"), ("left", "right", "right")
     return tabulate(rows, heads, "pipe", disable_numparse=True, colalign=sides)
 
 
