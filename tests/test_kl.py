@@ -21,7 +21,7 @@ from vgrout.config.settings import EvalConfig
 from vgrout.envs.code.problems import load_rows
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, GradedCompletion
-from vgrout.ground.io import hash_of_file
+from vgrout.ground.io import hash_if_there
 from vgrout.ground.metrics import Rate
 from vgrout.ground.rng import torch_stream
 from vgrout.loop import heldout
@@ -255,7 +255,7 @@ def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_eval
     assert len(tasks["test"]) == 16, "four of its test file are for evaluations on the way"
     assert {task.id for task in tasks["test"]} < {*ids[1]}
     assert len(of_run.prompts) == 60
-    assert of_run.hashes()["test_problems"] == hash_of_file(test)
+    assert of_run.hashes()["test_problems"] == hash_if_there(test)
     assert {task.id for task in tasks["train"]} == {*ids[0]}
     of_other, of_other_tasks = asked(problems=other)
     assert {task.id for task in of_other_tasks["test"]} < {*ids[2]}

@@ -633,14 +633,9 @@ def hash_of_files(paths: Iterable[Path]) -> str:
 
 
 @once
-def hash_of_file(path: Path) -> str:
-    """The same of one file."""
-    return hash_of_files([path])
-
-
 def hash_if_there(path: Path | None) -> str | None:
-    """The same; None: no file is named, or it is missing."""
-    return hash_of_file(path) if path and path.exists() else None
+    """The same of one file; None: no file is named, or it is missing."""
+    return hash_of_files([path]) if path and path.exists() else None
 
 
 @once
