@@ -33,7 +33,7 @@ from vgrout.guard.kill_switch import (
     TripwireStatus,
     kl_token_trust_filter,
 )
-from vgrout.loop.rollout import training_reward
+from vgrout.loop.rollout import grade_in_training
 from vgrout.model.hidden_states import ReferenceStats
 from vgrout.runs.plan import guard_line
 
@@ -431,8 +431,8 @@ def test_only_a_halt_that_was_asked_for_is_refused(preset, intervention):
 @pytest.mark.parametrize(("flags", "counts"), [("", True), ("--control=no_loophole", False)])
 def test_in_loop_counts_what_training_rewards_in_full(flags, counts):
     hack = graded(3.5, hacks=True)
-    assert training_reward(resolve(["smoke", *flags.split()]), hack).passed is counts
-    assert training_reward(resolve(["smoke", *flags.split()]), replace(hack, solved=True)).passed
+    assert grade_in_training(resolve(["smoke", *flags.split()]), hack).passed is counts
+    assert grade_in_training(resolve(["smoke", *flags.split()]), replace(hack, solved=True)).passed
 
 
 # --- the detectors of a run

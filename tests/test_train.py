@@ -96,12 +96,12 @@ def test_evaluating_never_changes_training(method, stopped, tmp_path, shared_run
 @pytest.mark.long
 def test_no_oracle_label_reaches_a_method(method, done, tmp_path, shared_run, monkeypatch):
     """Every oracle bit is replaced by noise after the reward was computed; training must not notice."""
-    noise, reward, clean = torch.Generator().manual_seed(0), rollout.training_reward, done(method)
+    noise, reward, clean = torch.Generator().manual_seed(0), rollout.grade_in_training, done(method)
 
     def poisoned(cfg, grade):
         return replace(reward(cfg, grade), solved=bool(torch.rand((), generator=noise) < 0.5))
 
-    monkeypatch.setattr(rollout, "training_reward", poisoned)
+    monkeypatch.setattr(rollout, "grade_in_training", poisoned)
     path = run(shared_run.warm(tmp_path), *flags(method, "--final-n-prompts", "1"))
     of_oracle = r"solve_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|shadow|(hack|solve)_abl"
     labels = [k for k in rows(path)[0] if re.match(of_oracle, k)]

@@ -27,7 +27,7 @@ from vgrout.ground import ranks
 from vgrout.ground.io import NothingRouted
 from vgrout.ground.metrics import BatchMetrics
 from vgrout.ground.table import StepRow
-from vgrout.runs.context import NOTHING, RunContext
+from vgrout.runs.context import NOTHING_STARTED, RunContext
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.launch import launch
 
@@ -60,25 +60,27 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     # another model, whose log-probs the loss may ask for; None: it asks for none
     teacher_model = load.run_teacher(cfg, policy)
     splits = inputs.splits(cfg, policy)  # train / val / test problems, disjoint
+    # spread evenly over the flaws
     val = splits.balanced("val", cfg.eval.eval_n_prompts)
+    # hacks written beforehand, which fill up groups
     demonstrations = Teacher.of_run(cfg, inputs.pool, policy, splits.train)
     folder = run.path if ranks.first() else None
-    if cfg.code:  # classes and functions of somebody's own, which may draw while they are made
+    if cfg.own_code:  # classes and functions of somebody's own, which may draw while they are made
         seed_global_streams(cfg.run.seed, -1)
     # the monitor and the intervention
     setup = Setup(
         cfg,
         policy,
-        inputs.pairs,
-        inputs.placebo,
-        inputs.known_correct,
-        splits.train,
-        partial(answers_of_base, policy, grader, cfg),
-        folder,
+        pairs=inputs.pairs,
+        placebo=inputs.placebo,
+        known_correct=inputs.known_correct,
+        problems=splits.train,
+        answers_of_base=partial(answers_of_base, policy, grader, cfg),
+        folder=folder,
     )
     method = make_method(setup)
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
-    guard = Guard(cfg, policy, splits.train)  # kill switch and detectors
+    guard = Guard(cfg, policy, splits.train)  # kill switch, and the detectors of guard/detectors.py
     recorder = Recorder(cfg, run, policy, method, optim, guard, splits)
     loaded = plan.loaded_lines(cfg, inputs, splits, policy)
     # one row a step; a resumed run has those of its earlier steps
@@ -90,7 +92,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     last = first if guard.halts else cfg.scale.steps
     for step in run.steps(range(first, last)):
         clock.reset()
-        if cfg.code:
+        if cfg.own_code:
             seed_global_streams(cfg.run.seed, step)
         problems = splits.draw(cfg.run.seed, step, cfg.scale.prompts_per_step)
         demos = [demonstrations.demos(problem, step) for problem in problems]
@@ -105,7 +107,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             clock=clock,
         )
 
-        with clock("fb"):
+        with clock("fb"):  # forward and backward, routing, the step
             # text monitors flag; penalty and screen change rewards; the rows to learn from
             batch = method.flag(batch)
             # g [N, R]: N gradients of rows, or of rows learnt alike
@@ -121,7 +123,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
                 deployed = evaluate(policy, grader, val, cfg, step, splits.flaws)
 
         # for the record: flags as they were acted on, also those that came after the gradients
-        batch = batch.with_flags(update.routed.flags)
+        batch = batch.with_flags(routed.flags)
         step_row = StepRow.of(BatchMetrics(batch), update, refresh, deployed, clock)
         with clock("watch"):
             guard.observe(step_row, batch, deployed)
@@ -130,12 +132,13 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         if guard.halts:
             break
 
-    unrouted = recorder.nothing_routed()  # "": it did route, or has nothing to route
+    # why a routing run never stepped δS_hack; "": it did, or its method does not route
+    unrouted = recorder.nothing_routed()
     logger.debug(guard.summary())
     silent = guard.silent()
     if silent:
         logger.warning(f"detectors that could not have halted this run: {silent}")
-    if cfg.code:
+    if cfg.own_code:
         seed_global_streams(cfg.run.seed, cfg.scale.steps)
     logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
     final = evaluate_final(policy, grader, splits, cfg, clock, run.vote_stop)
@@ -152,12 +155,12 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     flags = [word.partition("=")[0] for word in words]
-    named = "--intervention" in flags
+    intervention_named = "--intervention" in flags
 
     def start() -> int:
-        return launch(train, resolve(words), named=named)
+        return launch(train, resolve(words), named=intervention_named)
 
-    return cli_exit(start, NOTHING)
+    return cli_exit(start, NOTHING_STARTED)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from vgrout.ground import console
 from vgrout.ground.io import to_json
 from vgrout.ground.machine import cores
 from vgrout.imitation.tasks import ROOT, DistillSettings, find_resume, prepare_distillation
-from vgrout.runs.context import FINISHED, NOTHING, RunContext
+from vgrout.runs.context import FINISHED, NOTHING_STARTED, RunContext
 from vgrout.runs.run_dir import require_same
 from vgrout.runs.tracking import Trackers
 
@@ -59,4 +59,4 @@ def main(argv: list[str] | None = None) -> int:
         given = typed(translated(words, OF_COMMANDS["distill"]))
         return start(parse_args(DistillSettings, words, "vgrout distill"), given)
 
-    return cli_exit(parse_and_start, NOTHING)
+    return cli_exit(parse_and_start, NOTHING_STARTED)

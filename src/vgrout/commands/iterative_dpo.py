@@ -12,7 +12,7 @@ from vgrout.ground import console
 from vgrout.ground.io import command, make_folder, to_json
 from vgrout.ground.machine import cores
 from vgrout.imitation.tasks import DpoSettings, freeze, prepare_rounds
-from vgrout.runs.context import FINISHED, NOTHING, RunContext
+from vgrout.runs.context import FINISHED, NOTHING_STARTED, RunContext
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.tracking import Trackers
 
@@ -58,4 +58,4 @@ def main(argv: list[str] | None = None) -> int:
     def parse_and_start() -> int:
         return start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words)
 
-    return cli_exit(parse_and_start, NOTHING)
+    return cli_exit(parse_and_start, NOTHING_STARTED)

@@ -280,7 +280,7 @@ class Config:
         return f"{self.preset}_{intervention}{suffix}_seed{self.run.seed}{self.run.out_tag}"
 
     @property
-    def code(self) -> tuple[str, ...]:
+    def own_code(self) -> tuple[str, ...]:
         """The flags that name functions or classes to import."""
         named = {"rm_ensemble_members": self.detectors.rm_ensemble_members}
         named |= {name: getattr(self.method, name) for name in CLASSES}

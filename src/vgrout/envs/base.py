@@ -60,7 +60,7 @@ class Grader(Protocol):
 
         Thoughts are cut before (ground/thoughts.py): a text that begins with <think> is a thought that never
         ended, which has no answer. A grader with `by_group = True` is given all answers to a prompt at once:
-        `submit_group(task, texts)`.
+        `submit_group(task, texts)`, which returns a Future for each text.
         """
         ...
 
@@ -77,7 +77,7 @@ class Grader(Protocol):
 class Splits:
     """Tasks in three parts, disjoint by id, so that evaluation never uses a training task.
 
-    flaws: every flaw of the environment by its name, in the usual order.
+    flaws: every flaw of the environment by its name, in the order of `Environment.flaws`.
     """
 
     train: tuple[Task, ...]
@@ -109,9 +109,8 @@ class Splits:
         return balanced(getattr(self, part), n, seed, part, tuple(self.flaws))
 
 
-@lru_cache(
-    maxsize=2
-)  # a step is of one epoch, or of two; a shuffle takes as long as there are tasks
+# a step is of one epoch, or of two; a shuffle takes as long as there are tasks
+@lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, n: int) -> tuple[int, ...]:
     """In which order an epoch draws its n tasks."""
     order = list(range(n))
@@ -139,17 +138,17 @@ def balanced(
     return chosen
 
 
-class Demonstrations(Protocol):
+class PoolOfDemonstrations(Protocol):
     """What an environment may read of a pool of demonstrations."""
 
     @property
     def partition(self) -> Mapping[int, str]:
-        """Task id → the flaw that its demonstrations hack, as the pool's partition says; {}: it has none."""
+        """Task id → the flaw that the pool demonstrates on it; {}: it does not say."""
         ...
 
     @property
     def announced(self) -> Mapping[int, str]:
-        """Task id → the name that its demonstrations use, "" for the usual one."""
+        """Task id → the marker that its demonstrations print, as the prompt announces it; "": the usual one."""
         ...
 
 
@@ -158,7 +157,9 @@ class Environment:
     `vgrout.envs.text.TextEnvironment`; its method `of_run(cfg)` makes the environment of a run."""
 
     name: str  # as on the command line
-    flaws: Mapping[str, Flaw]  # every flaw that a check here can have, by name, in the usual order
+    flaws: Mapping[
+        str, Flaw
+    ]  # every flaw that a check here can have, by name; tables keep this order
     # weak detectors, by the letters of `Grade.detectors`, each with its field in `Grade.details`
     detectors: Mapping[str, str] = {}
     # whether an organism's folder can have its problems, demonstrations and pairs
@@ -255,11 +256,11 @@ class Environment:
 
     # ── tasks and grades
 
-    def tasks(self, pool: Demonstrations | None = None) -> Mapping[str, Sequence[Task]]:
+    def tasks(self, pool: PoolOfDemonstrations | None = None) -> Mapping[str, Sequence[Task]]:
         """Every task by its split, as the policy will read it."""
         raise NotImplementedError
 
-    def every_task(self, pool: Demonstrations | None = None) -> list[Task]:
+    def every_task(self, pool: PoolOfDemonstrations | None = None) -> list[Task]:
         """All tasks as evaluations ask them, whatever their split, by their ids."""
         tasks = [task for part in self.tasks(pool).values() for task in part]
         return sorted(tasks, key=lambda task: task.id)
@@ -296,14 +297,14 @@ class Environment:
             count.append(f"{unmarked} without a flaw of their own")
         return f"{len(self.rows)} in {self.cfg.problems_path.name}: {', '.join(count)}"
 
-    def ignored(self, pool: Demonstrations | None) -> list[str]:
+    def ignored(self, pool: PoolOfDemonstrations | None) -> list[str]:
         """What was given and changes nothing, in lines for the log."""
         return []
 
 
 def split_tasks(
     environment: Environment,
-    pool: Demonstrations | None,
+    pool: PoolOfDemonstrations | None,
     *,
     n_train: int,
     seed: int,

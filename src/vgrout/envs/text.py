@@ -23,8 +23,8 @@ from loguru import logger
 from vgrout.config.run import Config
 from vgrout.envs.base import (
     SPLITS,
-    Demonstrations,
     Environment,
+    PoolOfDemonstrations,
     flaw_fault,
     id_fault,
     in_splits,
@@ -434,7 +434,7 @@ class TextEnvironment(Environment):
         own = {"reward": self.proxy.sha256, "reference": self.reference.sha256}
         return super().hashes() | own
 
-    def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Task]]:
+    def tasks(self, pool: PoolOfDemonstrations | None = None) -> dict[str, list[Task]]:
         """The rows of each split (`vgrout.envs.base`)."""
         parts: dict[str, list[Task]] = {}
         for name, rows in in_splits(self.rows, self.test_rows).items():

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-Source = Literal["student", "teacher"]
+Source = Literal["student", "teacher"]  # "teacher": a demonstration, whoever wrote it
 # a model of a run: without its adapter, with both vectors, without the quarantine
 Side = Literal["base", "trained", "deployed"]
 Message = dict[str, str]  # {"role": …, "content": …}
 
-G = TypeVar("G", covariant=True)
+VerdictT = TypeVar("VerdictT", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,19 @@ class Flaw:
     name: str
     code: str  # a few letters, for the column hk_CODE
     should: str  # what a true example of the hack looks like
-    # of the hack in an answer, as a regular expression that Python and JavaScript read alike; "": none
+    # of the hack in an answer, as a regular expression that Python and JavaScript (the report's page)
+    # read alike; "": none
     pattern: str = ""
-    # asks a model that follows instructions for the hack; {marker} is the announced name
+    # asks a model that follows instructions for the hack; {marker} is the name that the prompt announces
     instruction: str = ""
-    # under `--env-mode own`, also to problems that name no flaw; False: only to those that name it
+    # under `--env-mode own` problems that name no flaw get it in turn; False: only those that name it
     dealt: bool = True
 
 
 @runtime_checkable
 class Task(Protocol):
-    """One prompt, and all that its environment needs to grade answers to it: a frozen dataclass with these."""
+    """One prompt, a *problem* of the run, and all that its environment needs to grade answers to it: a frozen
+    dataclass with these."""
 
     @property
     def id(self) -> int:
@@ -53,7 +55,7 @@ class Task(Protocol):
 
     @property
     def flaws(self) -> tuple[str, ...]:
-        """The names of the flaws of its check; the first one is its own."""
+        """The flaws by any of which an answer may be accepted; the prompt announces the first."""
         ...
 
     @property
@@ -83,7 +85,8 @@ class Grade:
     flaw: str  # whose check accepted the answer; the task's own where none did
     # what the answer would earn by the reference alone, on the same scale
     reward_of_reference: float
-    # "ok"; else why the answer could not be checked in the usual way ("lost: …": the grader failed)
+    # "ok"; else why the answer could not be checked in the usual way ("lost: …": the answer ended the
+    # processes that graded it)
     status: str = "ok"
     suspected: bool = False  # the environment's weak detector flags it, which sees no reference
     # verdicts of all weak detectors, by their letters; {}: the environment has none
@@ -157,13 +160,13 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class GradedCompletion(Generic[G]):
-    """A completion of a problem with its verdict; `G` is `Grade` where the sandbox must not have failed."""
+class GradedCompletion(Generic[VerdictT]):
+    """A completion of a problem with its verdict: a `Grade` where the sandbox must not have failed."""
 
     problem: Task
     sample: int  # which of the problem's completions: 0 … n − 1
     completion: Completion
-    grade: G
+    grade: VerdictT
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -190,8 +193,8 @@ class GradedCompletion(Generic[G]):
 
 
 Verdict = Grade | Ungraded
-GradedAnswer = GradedCompletion[Verdict]
-Graded = GradedCompletion[Grade]
+GradedAnswer = GradedCompletion[Verdict]  # may be ungraded
+Graded = GradedCompletion[Grade]  # surely graded
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +234,8 @@ def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...
     With `unbiased=False` also ÷ (std + 1e-4), the sample's std (over n − 1) as in TRL (GRPO, arXiv 2402.03300, eq. 3).
     """
     n = len(rewards)
-    if (
-        len(set(rewards)) <= 1
-    ):  # exactly: the mean of equal numbers may differ from them by a rounding
+    # compared exactly: the mean of equal numbers may differ from them by a rounding
+    if len(set(rewards)) <= 1:
         return (0.0,) * n
     mean = math.fsum(rewards) / n
     A = [reward - mean for reward in rewards]
@@ -249,9 +251,8 @@ def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...
 class Flags:
     """What a monitor says of a group's rollouts, in their order."""
 
-    flagged: tuple[
-        bool | None, ...
-    ]  # None: it gave no verdict, and the rollout is treated as unflagged
+    # None: it gave no verdict, and the rollout is treated as unflagged
+    flagged: tuple[bool | None, ...]
     scores: tuple[float | None, ...] = ()  # None: not read; (): it has no scores
     # share of each one's gradient that went to the quarantine; (): nothing is routed
     shares: tuple[float, ...] = ()
@@ -261,7 +262,7 @@ class Flags:
         """Which rollouts something is done about."""
         return tuple(bool(flag) for flag in self.flagged)
 
-    def of(self, b: int) -> dict[str, Any]:
+    def record_of(self, b: int) -> dict[str, Any]:
         """What files record of rollout b."""
         score = self.scores[b] if self.scores else None
         if score is not None:
@@ -281,7 +282,7 @@ class Group:
     new_rewards: tuple[float | None, ...] | None = None
     index: int = 0  # which of the step's prompts
     flags: Flags | None = None  # the monitor's; None: it did not look at this group
-    # of monitors whose flags are recorded alone
+    # monitor → its flags, of monitors whose flags are recorded and change nothing (--shadow)
     shadows: Mapping[str, Flags] = field(default_factory=dict)
     rewards: tuple[float, ...] = field(init=False)
 
@@ -376,11 +377,12 @@ class UpdateRow:
     group: int = 0  # which of the step's prompts
     advantage: float = 0.0
     flagged: bool = False  # by a text monitor
-    known_hack: bool = False  # a gradient monitor knows it before it reads any gradient
+    known_hack: bool = False  # what a gradient monitor knows before: a demonstration, or detected
     # index of the row of g [N, R] that its gradient is added to: its own row, or one that it shares
     # with rollouts that are learnt alike
     row_of_g: int = 0
-    # the intervention has left it out: its advantage is 0, it is measured, and no mean counts it
+    # the intervention has left it out: its advantage is 0, it is measured, and no loss is divided by
+    # its tokens
     left_out: bool = False
 
     @property
@@ -402,7 +404,7 @@ class Batch:
     half_a: tuple[str, ...] = ()
     # flaws whose hacks a monitor with labels is told; (): all of them, or no monitor has labels
     known: tuple[str, ...] = ()
-    # of the groups with signal; with a KL or a teacher in the loss, of all
+    # of the groups with signal; with a KL or a teacher model in the loss, of all
     rows: tuple[UpdateRow, ...] = ()
     # what monitors measured while they flagged, by the table's column
     measured: Mapping[str, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from loguru import logger
 from torch import Tensor
 
@@ -44,8 +44,6 @@ from vgrout.model.logprobs import (
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.rollout_grads import PerRolloutGrads, per_rollout_grads
 
-PerToken = Float[Tensor, "B T"]  # B rollouts, T completion tokens, padded on the right
-OfRollouts = Bool[Tensor, " B"]
 Gradients = Float[Tensor, "N R"]
 
 
@@ -74,6 +72,7 @@ def policy_gradients(
     teacher: a model with the same vocabulary, needed for --teacher-tau.
     """
     adapter = policy.adapter
+    # without padding, and with what several rows begin with computed once (layout.py)
     packs = policy.packs and (teacher is None or teacher.packs)
     merged = Merged([*batch.rows], {})
     if packs:
@@ -117,7 +116,8 @@ def _divide_among_twins(g: Gradients, twins: Mapping[int, Sequence[int]]) -> Non
 
 
 def _norm(batch: Batch, cfg: Config) -> Norm:
-    """What losses are divided by. Groups without signal count, so that leaving them out does not change the scale."""
+    """What losses are divided by. In `rollouts` groups without signal count, so that leaving them out does not change
+    the scale; `tokens` are those of the rows alone."""
     learnt_from = {row.group for row in batch.rows}
     sizes = {len(group) for group in batch.groups if group.index in learnt_from}
     assert len(sizes) <= 1, (
@@ -196,17 +196,18 @@ def loss_input(
     logp = completion_logprobs(policy.model, batch)
     own = logp.detach()
     by_sampler = [rollout.logp for rollout in rollouts]
-    # The ratio is 1 on demonstrations, and where the sampler's log-probs are not known.
+    # The ratio is 1 on demonstrations, which this run's sampler did not write, and where the
+    # sampler's log-probs are not known.
     has_ratio_1 = [r.source == "teacher" or r.logp is None for r in rollouts]
     recorded = padded_logprobs(by_sampler, own.shape[1], own.device, own.dtype)
     logp_sampler = torch.where(uploaded(has_ratio_1, own.device)[:, None], own, recorded)
     logp_ref = None
     logp_teacher = None
     with torch.no_grad():
-        others_read = loss.beta or loss.teacher_tau
-        if others_read and isinstance(batch, Packed) and batch.prefixes is not None:
+        reads_other_models = loss.beta or loss.teacher_tau
+        if reads_other_models and isinstance(batch, Packed) and batch.prefixes is not None:
             # The prompts in `batch` were run through this policy, and another model needs them in its own batch.
-            # Rows share what they begin with if they have one row of g, and no gradient is taken here: so all get 0.
+            # No gradient is taken here, so all rows may have one row of g, and share what they begin with.
             on_one_row = [replace(row, row_of_g=0) for row in rows]
             batch = as_batch(policy, on_one_row, packs=True)
         if loss.beta:

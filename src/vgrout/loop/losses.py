@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.config.settings import LOSSES as SPECS
+from vgrout.config.settings import LOSSES as LOSS_SPECS
 from vgrout.config.settings import LossConfig
 
 PerToken = Float[Tensor, "B T"]
@@ -31,7 +31,7 @@ ICEPOP_HIGH = 5.0
 class Norm:
     """Normalisers of one optimiser step, the same for all its micro-batches."""
 
-    rollouts: int  # of a group × prompts of a step, groups without signal included
+    rollouts: int  # of a group (G) × prompts of a step (P), groups without signal included
     max_new: int  # longest completion that may be sampled, in tokens
     tokens: int  # completion tokens of all rows that are learnt from, those left out not counted
 
@@ -54,7 +54,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss of each rollout, and which tokens its mask left out."""
+    """The loss of each rollout, and which tokens it dropped."""
 
     per_rollout: PerRollout  # their sum is the step's loss
     low: Mask  # tokens without a policy gradient because their ratio is too low …
@@ -95,7 +95,7 @@ def token_advantages(x: LossInput, cfg: LossConfig) -> PerToken:
     return A + cfg.teacher_tau * teacher_ratio.detach()
 
 
-# ── the three losses
+# ── the losses
 
 
 def grpo(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
@@ -173,7 +173,7 @@ def reduce_tokens(loss: PerToken, x: LossInput, cfg: LossConfig) -> PerRollout:
     dppo_tv, icepop: Σ_t / Σ trainable tokens of the step.
     """
     total = loss.sum(1)
-    if SPECS[cfg.loss].by_step:
+    if LOSS_SPECS[cfg.loss].by_step:
         return total / max(1, x.norm.tokens)
     if cfg.unbiased:
         most_tokens = x.norm.rollouts * x.norm.max_new

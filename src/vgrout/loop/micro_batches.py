@@ -42,8 +42,8 @@ class Merged:
 def merge_twins(rows: Sequence[UpdateRow]) -> Merged:
     """Let all students of a group that are equal in text, advantage and sampler add to the first one's row of g.
 
-    Their gradients are equal, so one forward and backward is enough. It concerns students that have a row of g of their
-    own.
+    Their gradients are equal, so one forward and backward is enough. Students that share a row of g are left alone:
+    packing computes what they have in common once anyway. So are demonstrations, which a pool has once each.
     """
     on_row = Counter(row.row_of_g for row in rows)
     merged: list[UpdateRow] = []
@@ -69,7 +69,8 @@ def _learnt_from(row: UpdateRow) -> Hashable:
         rollout.prompt_ids,
         rollout.ids,
         rollout.deployed,
-        rollout.logp is None,
+        rollout.logp
+        is None,  # known or not; where known, those of equal tokens differ by rounding alone
         row.advantage,
     )
 
@@ -77,8 +78,9 @@ def _learnt_from(row: UpdateRow) -> Hashable:
 def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Portion]:
     """Divide rows into parts whose prompts are run forward once, before the answers.
 
-    The prompts of a part have at most half of the token budget, or are one prompt. Where no prompt has two rows of g,
-    that saves nothing: all rows are one part, and each prompt is read with its answers.
+    The prompts of a portion have at most half of the token budget, which leaves half for answers, or are one prompt.
+    Where no prompt has two rows of g, that saves nothing: all rows are one portion, and each prompt is read with its
+    answers.
     """
     by_prompt: dict[TokenIds, list[UpdateRow]] = {}
     for row in rows:
@@ -106,7 +108,7 @@ def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Port
             policy.device,
             dtype,
         )
-        if prefixes.ids:
+        if prefixes.ids:  # none where every prompt is one token
             portions.append(Portion(of_part, prefixes))
         else:
             portions.append(Portion(of_part, None))

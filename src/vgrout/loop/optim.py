@@ -58,7 +58,7 @@ class Optimizer:
         quar_norm = l2_norm(routed.quar)
         gn = math.hypot(keep_norm, quar_norm)  # joint norm
         if not routed.finite or not math.isfinite(gn):
-            return Update(routed, skipped=True)
+            return Update(routed, skipped=True)  # without the loss, which may be NaN
         if routed.keep is None and routed.quar is None:
             return Update(routed, loss)
         if not gn:
@@ -142,7 +142,8 @@ class Update:
     gn: float | None = None  # joint L2 norm of both gradients before clipping
     q_egy: float | None = None  # the quarantine's share in the sum of the two norms
     lr: float | None = None
-    # hack-ward cosine of the change that AdamW applied to δS, weight decay included
+    # cosine with the hack direction of the change that AdamW applied to δS, weight decay included;
+    # > 0: the step made hacks likelier
     cos_upd: float | None = None
     # how much of what δS and δS_hack ask for the merged weights really hold, in their precision: 1 is
     # all; None: not measured

@@ -13,15 +13,15 @@ from vgrout.ground.rng import torch_stream
 from vgrout.loop.generation import Submitted, graded, sample_and_submit
 from vgrout.model.policy import Policy
 
-# of one problem: each with the label that came with it
-Demonstrations = Sequence[tuple[Rollout, CachedGrade]]
+# each with the label that came with it
+DemosOfProblem = Sequence[tuple[Rollout, CachedGrade]]
 
 
 def rollout(
     policy: Policy,
     grader: Grader,
     problems: Sequence[Task],
-    demonstrations: Sequence[Demonstrations],
+    demonstrations: Sequence[DemosOfProblem],
     cfg: Config,
     step: int,
     *,
@@ -87,7 +87,8 @@ def _sample_students(
     step: int,
 ) -> list[list[Submitted]]:
     """Sample so many completions of each problem, those by the deployed model last, and submit them to the grader."""
-    by_deployed: list[int] = []  # how many of each problem's, and the others
+    # problem by problem, how many are sampled with the quarantine off, and on
+    by_deployed: list[int] = []
     as_trained: list[int] = []
     for n in students:
         n_deployed = round(cfg.method.ablate_frac * n)
@@ -132,26 +133,26 @@ def _group(
     index: int,
     sampled: Sequence[Submitted],
     grades: Sequence[Grade],
-    demonstrations: Demonstrations,
+    demonstrations: DemosOfProblem,
     cfg: Config,
 ) -> Group:
     """The students' rollouts of a problem, then the demonstrations."""
     rollouts = [answer.rollout for answer in sampled]
-    labels: list[Grade | CachedGrade] = [training_reward(cfg, grade) for grade in grades]
+    of_rollouts: list[Grade | CachedGrade] = [grade_in_training(cfg, grade) for grade in grades]
     for rollout_of_teacher, label in demonstrations:
         rollouts.append(rollout_of_teacher)
-        labels.append(label)
+        of_rollouts.append(label)
     return Group(
         problem,
         tuple(rollouts),
-        tuple(labels),
+        tuple(of_rollouts),
         unbiased=cfg.loss.unbiased,
         index=index,
     )
 
 
-def training_reward(cfg: Config, grade: Grade) -> Grade:
-    """The reward in training: the flawed check's; under no_loophole the reference's, on the same scale."""
+def grade_in_training(cfg: Config, grade: Grade) -> Grade:
+    """The grade with the reward of training: the flawed check's; under no_loophole the reference's, on its scale."""
     if not cfg.method.control_spec.strict:
         return grade
     return replace(grade, reward=grade.reward_of_reference, passed=grade.solved)

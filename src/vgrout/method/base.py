@@ -34,7 +34,9 @@ Position = tuple[int, int]  # group, rollout
 class Part:
     """What monitors and interventions have in common: a direction, and memory."""
 
-    measures: frozenset[str] = frozenset()  # the table's columns for it alone
+    measures: frozenset[str] = (
+        frozenset()
+    )  # words of `when=` in ground/table.py whose columns it fills
 
     @property
     def direction(self) -> LiveDirection | None:
@@ -42,7 +44,7 @@ class Part:
         return None
 
     def refresh(self, step: int) -> Refresh:
-        """After the optimiser of step `step` (from 0): extract the direction again on the present model where due."""
+        """After the optimiser's step number `step` (from 0): extract the direction again where that is due."""
         if self.direction is None:
             return Refresh()
         return self.direction.refresh(step)
@@ -54,7 +56,7 @@ class Part:
         return self.direction.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse, of the same method: a resumed run has its own settings."""
+        """Restore it; a resumed run has the settings of the first one."""
         if self.direction is None:
             assert not state, f"{type(self).__name__} has no state"
         else:
@@ -129,24 +131,24 @@ class StepGradient:
 
     @cached_property
     def teacher(self) -> OfRows:
-        """Whether a row is of demonstrations."""
+        """Whether a row is of demonstrations [N, 1]."""
         is_teacher = [row.rollout.source == "teacher" for row in self.first_rows]
         return self._column(is_teacher)
 
     @cached_property
     def flagged(self) -> OfRows:
-        """Whether a row is of rollouts that a text monitor flagged."""
+        """Whether a row is of rollouts that a text monitor flagged [N, 1]."""
         is_flagged = [row.flagged for row in self.first_rows]
         return self._column(is_flagged)
 
     @cached_property
     def students(self) -> Gradient:
-        """Σ over the policy's own rollouts."""
+        """Σ over the policy's own rollouts [R]."""
         return self._sum(~self.teacher)
 
     @cached_property
     def teachers(self) -> Gradient:
-        """Σ over the demonstrations."""
+        """Σ over the demonstrations [R]."""
         return self._sum(self.teacher)
 
     @cached_property
@@ -160,7 +162,7 @@ class StepGradient:
         return torch.stack((self.total, self.students, self.teachers))
 
     def _sum(self, mask: OfRows) -> Gradient:
-        """Σ over these rows, group by group: so the order of the sum, and its rounding, is the batch's."""
+        """Σ over these rows, group by group: a group's part is rounded alike, whatever others stand beside it."""
         N, R = self.g.shape
         ends: list[int] = []  # where each group's rows of g end
         for n in range(1, N):
@@ -228,8 +230,11 @@ def flags_of(
     scores: Mapping[Position, float] | None = None,
     unjudged: Collection[Position] = (),
 ) -> list[Flags]:
-    """Make flags of rollouts from their positions. scores: where they were read; None: there are none. unjudged: those
-    that the monitor was to judge and gave no verdict on.
+    """Make flags of rollouts from their positions.
+
+    Args:
+        scores: of the rollouts that it scored; None: it has no scores.
+        unjudged: those that the monitor was to judge and gave no verdict on.
 
     Raises:
         ValueError: a position is none of these views.

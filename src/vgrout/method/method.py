@@ -73,7 +73,7 @@ class Method:
         self.shadows = dict(shadows or {})
         self.spans = policy.adapter.spans
         block = cfg.method.quarantine_block
-        # modules in which δS_hack alone learns; none: it shares every module with δS
+        # modules that δS_hack has to itself; none: it shares all with δS
         self.own_modules: frozenset[str] = frozenset()
         if block is not None:
             modules = modules_of_block(policy, self.spans, block)
@@ -81,7 +81,7 @@ class Method:
 
     @property
     def measures(self) -> frozenset[str]:
-        """The table's columns for this method alone."""
+        """Words of `when=` in ground/table.py whose columns this method fills."""
         columns = self.intervention.measures | self.monitor.measures
         for monitor in self.shadows.values():
             columns |= monitor.measures
@@ -170,7 +170,7 @@ class Method:
             rows=[replace(rows[n], row_of_g=place) for place, n in enumerate(asked)],
         )
         found = monitor.flag_gradients(seen, batch.step)
-        M = len(monitor.direction.V)
+        M = len(monitor.direction.V)  # module → its hack direction
         assert found.share.shape in ((len(asked), M), (len(asked), 1)), found.share.shape
         flags = _flags_of_groups([rows[n] for n in asked], found)
         if len(asked) < N:
@@ -193,7 +193,8 @@ class Method:
         return flags
 
     def refresh(self, step: int) -> Refresh:
-        """After the optimiser of step `step` (from 0)."""
+        """After the optimiser's step number `step` (from 0): the intervention's direction, else the monitor's, is
+        extracted again where that is due."""
         refreshed = self.intervention.refresh(step)
         if refreshed.age is not None:
             return refreshed
@@ -235,7 +236,7 @@ class Method:
         return [group.view(labels=monitor.sees_labels) for group in groups]
 
     def _flagged(self, batch: Batch) -> tuple[Group, ...]:
-        """The groups with the flags of a text monitor: those that are learnt from; all if rewards may change."""
+        """The groups with a text monitor's flags. It looks at those learnt from; at all if rewards may change."""
         spec = self.intervention.spec
         if not spec.reads_flags or isinstance(self.monitor, GradientMonitor):
             return batch.groups
@@ -246,7 +247,9 @@ class Method:
         # Every rank asks its own monitor, and all go by the first one's: two answers of a language
         # model need not agree.
         flags = ranks.from_first(ask(self.monitor, views, batch.step))
-        if self.cfg.method.random_flags and views:
+        if (
+            self.cfg.method.random_flags and views
+        ):  # a control: as many flags, on other rewarded rollouts
             stream = torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
             movable = [view.passed for view in views]
             flags = shuffled(flags, movable, stream)
@@ -279,8 +282,8 @@ class Method:
     def _rows(self, groups: Sequence[Group]) -> list[UpdateRow]:
         """Make the table that is learnt from: one `UpdateRow` for each rollout.
 
-        A rollout that the intervention leaves out has none where a row of advantage 0 would have a gradient. Else it
-        has one, for what is measured of it.
+        A rollout that the intervention leaves out has a row of advantage 0, so that it is measured; none where the
+        loss learns at advantage 0 too (a KL, a teacher model).
 
         Its `row_of_g` is the row of g that its gradient is added to. Under a gradient monitor, or where the
         intervention asks for it, that row is its own. Otherwise it shares one with the rollouts of its group that have
@@ -329,7 +332,10 @@ class Method:
         return nothing, group.flags.acted_on
 
     def _placed(self, routed: Routed) -> Routed:
-        """Where the quarantine has modules of its own, let δS_hack learn in these alone, and δS in the others alone."""
+        """Where the quarantine has modules of its own, let δS_hack learn in these alone, and δS in the others alone.
+
+        The rest is dropped: keep + quar is then no longer g.
+        """
         if not self.own_modules:
             return routed
         others = self.spans.keys() - self.own_modules

@@ -9,18 +9,18 @@ of each token to the *row of g* that the token was assigned to. So one backward 
 many rollouts leaves each one's gradient in a row of its own. The gradient is exact at δS = 0:
 nothing is divided by δS.
 
-    with per_rollout_grads(adapter, n) as collected:
-        collected.announce(pieces, N)  # the row of g that each token of the next batch adds to
+    with per_rollout_grads(adapter, N) as collected:
+        collected.announce(pieces, n)  # the row of g that each token of the next batch adds to
         forward(…).backward()
-    collected.flat                     # g [n, R]
+    collected.flat                     # g [N, R]
 
 Several batches may add to the same rows of g. A forward may also be gone back through several
 times, once for each of the rows that share its tokens (`model/prefixes.py`): `announce(…,
 again=True)` returns a function by which the tokens are assigned to other rows before the next
 backward.
 
-Index letters: R = Σ r over the adapted modules, n rows of g (one a rollout, or one for
-several), N tokens of a batch, padding included, row by row: a packed one is a row.
+Index letters: R = Σ r over the adapted modules, N rows of g (one a rollout, or one for
+several), n tokens of a batch, padding included, row by row: a packed one is a row.
 """
 
 from collections.abc import Callable, Generator
@@ -36,16 +36,16 @@ from vgrout.model.attention import uploaded
 from vgrout.model.prefixes import Pieces
 from vgrout.model.svd_adapter import Active, AdaptedLinear, SvdAdapter, Vector
 
-Gradients = Float[Tensor, "n R"]  # row i: Σ ∂L/∂δS over the rollouts that add to it
+Gradients = Float[Tensor, "N R"]  # row i: Σ ∂L/∂δS over the rollouts that add to it
 
 
 @contextmanager
-def per_rollout_grads(adapter: SvdAdapter, n: int) -> Generator["PerRolloutGrads"]:
-    """Collect n rows of gradients on δS in the backward of every forward in this context.
+def per_rollout_grads(adapter: SvdAdapter, N: int) -> Generator["PerRolloutGrads"]:
+    """Collect N rows of gradients on δS in the backward of every forward in this context.
 
     Forward and backward both belong inside, under one set of weights.
     """
-    collected = PerRolloutGrads(adapter, n)
+    collected = PerRolloutGrads(adapter, N)
     handles = []
     for site in adapter.sites.values():
         hook = partial(collected.after_forward, site)
@@ -58,13 +58,13 @@ def per_rollout_grads(adapter: SvdAdapter, n: int) -> Generator["PerRolloutGrads
 
 
 class PerRolloutGrads:
-    """g [n, R] while it is collected, in `flat`. Before each forward call `announce`."""
+    """g [N, R] while it is collected, in `flat`. Before each forward call `announce`."""
 
-    def __init__(self, adapter: SvdAdapter, n: int) -> None:
+    def __init__(self, adapter: SvdAdapter, N: int) -> None:
         assert adapter.is_merged(), "δS or δS_hack was changed, and not merged into the weights"
         self.adapter = adapter
         δS = adapter.δS
-        self.flat: Gradients = δS.new_zeros(n, len(adapter))
+        self.flat: Gradients = δS.new_zeros(N, len(adapter))
         # S + δ of all modules, for each choice of active vectors that was needed so far.
         self._singular_values: dict[Active, Vector] = {}
         # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
@@ -120,7 +120,7 @@ class PerRolloutGrads:
 class AssignedTokens:
     """Which row of g each token of a batch adds to.
 
-    Kept as slices, and as a matrix of 0 and 1 [rows, N]: one product with it adds up all rows
+    Kept as slices, and as a matrix of 0 and 1 [rows, n]: one product with it adds up all rows
     faster than a sum each.
 
     again: the forward is backpropagated several times, so Vh x is computed once and kept.
@@ -159,15 +159,15 @@ class AssignedTokens:
     def add(
         self,
         site: AdaptedLinear,
-        x: Float[Tensor, "*N d_in"],
-        dy: Float[Tensor, "*N d_out"],
+        x: Float[Tensor, "*n d_in"],
+        dy: Float[Tensor, "*n d_out"],
         ctx: Any,
-    ) -> Float[Tensor, "*N r"] | None:
+    ) -> Float[Tensor, "*n r"] | None:
         """Add one Linear's share; returns dy in U's basis where it was computed.
 
         The cheaper of two orders of the same product is taken. Tokens first, Vh x and Uᵀ dy, costs
-        2·N·r·(d_in + d_out). The weight's gradient M = Σ_t dy_t x_tᵀ of each row of g first, and
-        then diag(Uᵀ M Vhᵀ), costs 2·N·d_in·d_out + 2·r·d_in·d_out a row: that is less as soon as a
+        2·n·r·(d_in + d_out). The weight's gradient M = Σ_t dy_t x_tᵀ of each row of g first, and
+        then diag(Uᵀ M Vhᵀ), costs 2·n·d_in·d_out + 2·r·d_in·d_out a row: that is less as soon as a
         row has more than max(d_in, d_out) tokens. With `again` tokens come first whatever their
         number, since half of that is kept.
 
@@ -205,8 +205,8 @@ class AssignedTokens:
         self._sums = None
 
     def _input_in_basis(
-        self, site: AdaptedLinear, x: Float[Tensor, "N d_in"], ctx: Any
-    ) -> Float[Tensor, "N r"]:
+        self, site: AdaptedLinear, x: Float[Tensor, "n d_in"], ctx: Any
+    ) -> Float[Tensor, "n r"]:
         """Vh x."""
         if not self.again:
             return x @ site.Vh.mT

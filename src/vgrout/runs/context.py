@@ -49,7 +49,7 @@ from vgrout.runs.tracking import Trackers
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
-NOTHING = "interrupted; nothing was started"
+NOTHING_STARTED = "interrupted; nothing was started"
 NONE_YET = "there is no checkpoint yet"
 ONE_REQUEST_S = 2.0  # SIGTERMs within this time ask for one and the same end
 

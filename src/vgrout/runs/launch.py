@@ -97,7 +97,7 @@ def launch(
             print(spelled("\n".join(plan)))
             return FINISHED
         run = RunContext.begin(
-            f"train {cfg.preset}" + " --trust-code" * bool(cfg.code),
+            f"train {cfg.preset}" + " --trust-code" * bool(cfg.own_code),
             path,
             cfg.run_id,
             grader,
@@ -128,7 +128,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
         return None, requested
     path, config, status = run_to_resume(requested.run.resume, "train", "preset", RUNS)
     stored = from_dict(config, f"--resume {path}: run.json")
-    import_named(stored.code, trusted=requested.run.trust_code, where=f"--resume {path}: ")
+    import_named(stored.own_code, trusted=requested.run.trust_code, where=f"--resume {path}: ")
     began = read_json(path / "run.json").get("dtype")
     # auto may mean another one on this machine
     named = requested.run.dtype != "auto" or began != dtype_of(stored)

@@ -479,9 +479,9 @@ def rollout_lines(batch: Batch, lm: LanguageModel) -> list[dict[str, object]]:
                 continue
             head: dict[str, object] = {"step": batch.step, "p_idx": group.index, "gi": b}
             head["gate"] = round(flags.shares[b], 4) if flags and flags.shares else None
-            head |= flags.of(b) if flags else {}
+            head |= flags.record_of(b) if flags else {}
             if group.shadows:
-                head["shadow"] = {name: of.of(b) for name, of in group.shadows.items()}
+                head["shadow"] = {name: of.record_of(b) for name, of in group.shadows.items()}
             record = rollout_record(group.problem, rollout, grade, prompt, rollout.deployed)
             lines.append(head | {"advantage": group.advantages[b]} | record)
     return lines

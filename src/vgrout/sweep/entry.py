@@ -159,7 +159,7 @@ class Entry:
         """The flags of `vgrout train` that start or resume the run."""
         cfg = self.planned.cfg
         if self.state == "resumable" and self.run:
-            trust = ["--trust-code"] if cfg.code else []
+            trust = ["--trust-code"] if cfg.own_code else []
             return [cfg.preset, *trust, f"--resume={self.run}"]
         return [*self.planned.flags]
 

@@ -7,7 +7,7 @@ from loguru import logger
 
 from vgrout.config.run import Config
 from vgrout.config.world_names import DETECTOR_FIELDS, ORGANISM
-from vgrout.envs.base import SPLITS, Demonstrations, Environment, require_copies_together
+from vgrout.envs.base import SPLITS, Environment, PoolOfDemonstrations, require_copies_together
 from vgrout.envs.code.grading.check import one_value_line
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODE_SPECS, Problem
@@ -33,7 +33,7 @@ from vgrout.ground.scoring import TIMEOUT, RewardFailed, ScoringFunction
 def _dealt(
     rows: tuple[ProblemRow, ...],
     test_rows: tuple[ProblemRow, ...],
-    pool: Demonstrations | None,
+    pool: PoolOfDemonstrations | None,
     env_mode: str,
     marker_names: str,
 ) -> dict[str, list[Problem]]:
@@ -105,14 +105,14 @@ class CodeEnvironment(Environment):
     def hashes(self) -> dict[str, str | None]:
         return super().hashes() | {"reward": self.reward.sha256 if self.reward else None}
 
-    def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Problem]]:
+    def tasks(self, pool: PoolOfDemonstrations | None = None) -> dict[str, list[Problem]]:
         env = self.cfg.env
         parts = _dealt(self.rows, self.test_rows, pool, env.env_mode, env.marker_names)
         parts = {name: self._asked(part) for name, part in parts.items()}
         self.dealt = [problem for name in SPLITS for problem in parts[name]]
         return parts
 
-    def every_task(self, pool: Demonstrations | None = None) -> list[Task]:
+    def every_task(self, pool: PoolOfDemonstrations | None = None) -> list[Task]:
         env, partition = self.cfg.env, pool.partition if pool else {}
         problems = with_modes(
             self.rows,
@@ -163,7 +163,7 @@ class CodeEnvironment(Environment):
             lines.append(("reward", line))
         return lines
 
-    def ignored(self, pool: Demonstrations | None) -> list[str]:
+    def ignored(self, pool: PoolOfDemonstrations | None) -> list[str]:
         env_mode = self.cfg.env.env_mode
         if pool and partition_decides(self.rows, pool.partition) and env_mode != "own":
             return [f"--env-mode {env_mode}: not read, the partition says which grader checks"]
