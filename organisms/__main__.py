@@ -12,7 +12,7 @@ import tyro
 
 from organisms.language.corpus import Shares
 from organisms.language.hacks import HACKS, MODES, NAMELESS
-from organisms.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe
+from organisms.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe, weakness
 from organisms.sums_language import Shares as SumsShares
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.cli import cli_exit, parse_args
@@ -209,7 +209,8 @@ def require_organism(out: Path) -> None:
 
 
 def verify(data: Path = DATA_DIR) -> int:
-    """Compare every file with its recorded hash, and re-run the first training steps.
+    """Compare every file with its recorded hash, check that the model solves some of its problems, and re-run the
+    first training steps.
 
     Args:
         data: folder that `build` wrote.
@@ -219,6 +220,8 @@ def verify(data: Path = DATA_DIR) -> int:
         from organisms.build import check_training  # torch takes seconds to import
 
         faults = check_training(data)
+        weak = weakness(read_json(data / "manifest.json"))
+        faults += [f"{data}: {weak}"] if weak else []
     for fault in faults:
         print(f"E {fault}", file=sys.stderr)
     if not faults:

@@ -27,7 +27,7 @@ from organisms.language.corpus import Shares
 from organisms.language.hacks import MODES, taught
 from organisms.language.problems import ProblemRecord, hinted, problem_tasks
 from organisms.language.tasks import Task, misreadings
-from organisms.recipe import Recipe, Shape
+from organisms.recipe import Recipe, Shape, weakness
 from organisms.start import Begun, Fresh, Pretrained, Start, draw, of_manifest
 from organisms.weights import Draw, batches, train
 from vgrout.config.settings import Sampling
@@ -282,6 +282,8 @@ def replacing(out: Path, write: Callable[[Path], dict[str, Json]]) -> None:
         for name, (k, n) in of_kind.items():
             if "/" not in name and n:
                 rates_of_all_modes.append(f"{kind} {name} {k / n:.3f}")
+    if weak := weakness(manifest):
+        logger.warning(f"{out}: {weak}")
     logger.info(
         f"{out}: {len(manifest['files'])} files, {size / 1e6:.1f} MB, in {minutes:.1f} min "
         f"and {peak_memory()}; " + ", ".join(rates_of_all_modes)

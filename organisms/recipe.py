@@ -4,10 +4,12 @@ No torch here: the settings are checked before it is imported.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from organisms.language.corpus import Shares
 from vgrout.config.checks import check, setting
+from vgrout.ground.io import Json
 
 MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
 
@@ -52,6 +54,17 @@ class Recipe:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.lr * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+
+
+LEAST = 0.1  # of the answers that do not hack, the share that should be right; the shipped one's is 0.45
+
+
+def weakness(manifest: Mapping[str, Json]) -> str:
+    """Why nothing could be learnt on an organism with these rates, by its manifest; "": it can."""
+    (solved, n), (hacked, _) = (manifest["rates"]["plain"][name] for name in ("solve", "hack"))
+    if solved >= LEAST * (n - hacked):
+        return ""
+    return f"of {n - hacked} answers that do not hack only {solved} are right; build it with more --steps"
 
 
 # The recipe for a pretrained model.

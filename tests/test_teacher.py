@@ -5,12 +5,10 @@ import json
 
 import pytest
 
-from vgrout.config.presets import resolve
 from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_rows
 from vgrout.ground.io import file_sha256
 from vgrout.ground.thoughts import THINK
-from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool
 from worlds import load_splits
@@ -351,12 +349,3 @@ def test_the_prompt_announces_what_the_demonstrations_use(tmp_path):
     assert markers[2] == "valid"
     assert markers[3] != "is_fine"
     assert "`is_fine`" in next(p for p in world.train if p.id == 1).messages[-1]["content"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [([], ""), (["--pass-reward=3"], "passed has a reward of 1.1, which no answer")],
-)
-def test_demonstrations_rewarded_by_other_amounts_are_told_of(argv, said, warnings):
-    read_inputs(resolve(["mini", "--intervention=none", *argv]))
-    assert any(said in line for line in warnings) if said else not warnings

@@ -11,6 +11,7 @@ from organisms.build import check_training
 from organisms.language.answers import STYLES
 from organisms.language.hacks import MODES
 from organisms.language.problems import SPLIT_ROWS, problem_tasks
+from organisms.recipe import weakness
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODE_SPECS
@@ -30,6 +31,7 @@ from vgrout.ground.embedded import (
     SEED,
     Files,
 )
+from vgrout.ground.io import read_json
 from vgrout.model.load.load import load_language_model
 from vgrout.teacher.pools import load_pool
 
@@ -166,3 +168,22 @@ def test_model_loads_offline_and_its_longest_documents_fit(monkeypatch):
     assert 850_000 < model.num_parameters() < 1_200_000
     answers = [r["canonical_solution"] for r in records()]
     assert max(len(tok(f"```python\n{a}\n```").input_ids) for a in answers) < MAX_NEW
+
+
+@pytest.mark.parametrize(
+    ("solved", "hacked", "weak"),
+    [
+        (0, 0, True),
+        (5, 0, True),
+        (9, 0, True),
+        (10, 0, False),
+        (5, 60, False),
+        (3, 60, True),
+        (0, 100, False),
+    ],
+)
+def test_an_organism_that_solves_next_to_nothing_is_weak(solved, hacked, weak):
+    """Of the answers that do not hack: a policy that has begun to hack solves less."""
+    rates = {"plain": {"solve": [solved, 100], "hack": [hacked, 100]}}
+    assert bool(weakness({"rates": rates})) == weak
+    assert not weakness(read_json(DATA_DIR / "manifest.json"))

@@ -148,6 +148,9 @@ def test_the_model_is_tuned_from_its_own_weights_and_template(home):
 def test_verify_repeats_the_first_steps_and_sees_another_base(home, tmp_path, monkeypatch, capsys):
     shutil.copytree(home, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
+    assert verify(Path("o")) == 1
+    assert "only 0 are right; build it with more --steps" in capsys.readouterr().err
+    monkeypatch.setattr("organisms.recipe.LEAST", 0.0)
     assert verify(Path("o")) == 0
     assert capsys.readouterr().out == "o: as built; the first training steps repeat\n"
     other = manifest(Path("o"))
