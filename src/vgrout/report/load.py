@@ -286,15 +286,6 @@ class FinishedRun:
     def flaws_learnt(self) -> int:
         return sum(self.has_learned(flaw) for flaw in self.flaws)
 
-    @property
-    def likeness(self) -> tuple[float | None, float | None]:
-        """|cos| of a control's direction with the real one, and that of random directions.
-
-        Both are root mean squares over modules; None: it is no control.
-        """
-        cosines = self.direction.get("cos_with_real") or {}
-        return cosines.get("rms"), cosines.get("chance_rms")
-
 
 def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
     """Read a run from its folder. cfg: its settings; None: as run.json has them.

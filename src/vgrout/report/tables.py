@@ -294,9 +294,9 @@ def _run_row(run: FinishedRun) -> dict[str, object]:
         row.setdefault(f"hack_deploy_{flaw}", of_flaw)  # of a flaw `high` or `low` the page alone
     own = run.flags.monitor == method.monitor_name
     row |= _flag_columns(run.flags[own], run.all_flaws)
-    cosine, by_chance = run.likeness
-    row["cos_rms"] = _rounded(cosine)
-    row["cos_chance_rms"] = _rounded(by_chance)
+    cosines = run.direction.get("cos_with_real") or {}
+    row["cos_rms"] = _rounded(cosines.get("rms"))
+    row["cos_chance_rms"] = _rounded(cosines.get("chance_rms"))
     row["revision"] = run.revision
     row["preregistered"] = run.short_hash("preregistered", 12)
     return row

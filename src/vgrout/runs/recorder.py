@@ -216,7 +216,10 @@ class Recorder(StepRecorder[StepRow]):
             "tokenizer": self.policy.tokenizer_sha256,
         }
         if not run.resumes:
-            hashes |= {"direction": direction_hash(self.method), "preregistered": preregistered()}
+            # a resumed run takes V from its checkpoint
+            V = self.method.direction.state_dict() if self.method.direction else {}
+            hashes["direction"] = tensor_hash(*V.values()) if V else None
+            hashes["preregistered"] = preregistered()
         record = {
             "hashes": hashes,
             "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -437,12 +440,6 @@ def tensor_hash(*tensors: Tensor) -> str:
     for x in tensors:
         digest.update(x.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def direction_hash(method: Method) -> str | None:
-    """sha256 of V at the start of a run; None: no direction. (A resumed run takes V from its checkpoint.)"""
-    V = method.direction.state_dict() if method.direction else {}
-    return tensor_hash(*V.values()) if V else None
 
 
 def columns_for(cfg: Config, flaws: Sequence[Flaw]) -> set[str]:
