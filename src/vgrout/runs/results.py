@@ -231,7 +231,8 @@ def show(run: RunContext, outcome: Outcome, record: dict[str, object]) -> None:
         report = load.conditions([load.read_run(run.path, cfg)])[0]
         means = conclusions.conclusion(report)
         numbers = summary(cfg, outcome.final, report)
-        by_flaw = tables.by_flaw([report]).markdown()
+        of_flaws = tables.by_flaw([report])
+        by_flaw = f"{of_flaws.markdown()}\n\n{of_flaws.caption} w: Wilson's 95 % interval."
     means = outcome.tallies.judged_nothing + means
     verdict = verdict_line(cfg, means)
     with without("summary.md"):
