@@ -57,6 +57,14 @@ def grades(environment, number, *texts):
     return found
 
 
+def test_a_taskset_that_was_edited_is_loaded_again(here):
+    before = made(*NAMED)
+    file = here / "own_taskset.py"
+    file.write_text(file.read_text().replace("def once(", "def twice("))
+    after = made(*NAMED[:2], "--reference", "twice")  # which the old one does not have
+    assert after.rubric.sha256 != before.rubric.sha256
+
+
 CHECKED = {  # flags of `vgrout problems check` → exit code, and what it says
     "": (0, "| 24/24 = 100.0 %"),
     "--model organism --answers 4 --max-new 8": (0, "of 4 (model)"),
