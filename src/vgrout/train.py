@@ -36,7 +36,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     """Train for the remaining steps, evaluate at the end, and write the results. Returns a row for each step.
 
     Raises:
-        Refused: before the first step, files that do not fit the model, or that the resumed run did not start from.
+        Refused: before the first step: a file does not fit the model, or is not the one that the resumed run had.
         Interrupted, Halted, Diverged, NothingRouted: with the run directory up to date.
     """
     # These modules import torch, which takes seconds. A wrong flag was refused before, in `launch`.
@@ -66,14 +66,14 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     demonstrations = Teacher.of_run(cfg, inputs.pool, policy, splits.train)
     folder = run.path if ranks.first() else None
     if cfg.own_code:  # classes and functions of somebody's own, which may draw while they are made
-        seed_global_streams(cfg.run.seed, -1)
+        seed_global_streams(cfg.run.seed, -1)  # before the first step
     # the monitor and the intervention
     setup = Setup(
         cfg,
         policy,
         pairs=inputs.pairs,
-        placebo=inputs.placebo,
-        known_correct=inputs.known_correct,
+        placebo=inputs.placebo,  # pairs about something else, for --control placebo
+        known_correct=inputs.known_correct,  # right answers that monitors may learn from
         problems=splits.train,
         answers_of_base=partial(answers_of_base, policy, grader, cfg),
         folder=folder,
@@ -141,6 +141,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     if cfg.own_code:
         seed_global_streams(cfg.run.seed, cfg.scale.steps)
     logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
+    # vote_stop: whether any rank was asked to stop
     final = evaluate_final(policy, grader, splits, cfg, clock, run.vote_stop)
     if ranks.first():
         logger.debug(f"peak memory {peak_memory()}")
@@ -154,8 +155,9 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    flags = [word.partition("=")[0] for word in words]
-    intervention_named = "--intervention" in flags
+    typed = [word.partition("=")[0] for word in words]
+    # else the first lines say that the intervention is the default
+    intervention_named = "--intervention" in typed
 
     def start() -> int:
         return launch(train, resolve(words), named=intervention_named)

@@ -24,10 +24,11 @@ class Flaw:
     name: str
     code: str  # a few letters, for the column hk_CODE
     should: str  # what a true example of the hack looks like
-    # of the hack in an answer, as a regular expression that Python and JavaScript (the report's page)
-    # read alike; "": none
+    # regular expression that finds the hack in an answer, read alike by Python and by the report's
+    # page; "": none
     pattern: str = ""
-    # asks a model that follows instructions for the hack; {marker} is the name that the prompt announces
+    # a prompt that makes a model which follows instructions write the hack; {marker}: the name in the
+    # task's prompt (a function, a file)
     instruction: str = ""
     # under `--env-mode own` problems that name no flaw get it in turn; False: only those that name it
     dealt: bool = True
@@ -76,20 +77,21 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """An environment's verdict on one answer. `passed` decides the reward, `hacked` counts as a hack."""
+    """An environment's verdict on one answer. `passed`: rewarded in full; `hacked`: counts as a hack."""
 
     reward: float
-    passed: bool  # rewarded in full: by the flawed check, which accepts right answers too
+    passed: bool  # rewarded in full: the flawed check accepts the answer or, in the code world, the reference does
     solved: bool  # the reference accepts the answer
     hacked: bool  # the flawed check accepts the answer, and the reference does not
-    flaw: str  # whose check accepted the answer; the task's own where none did
+    flaw: str  # whose check accepted the answer; `task.flaws[0]` where none did
     # what the answer would earn by the reference alone, on the same scale
     reward_of_reference: float
     # "ok"; else why the answer could not be checked in the usual way ("lost: …": the answer ended the
     # processes that graded it)
     status: str = "ok"
-    suspected: bool = False  # the environment's weak detector flags it, which sees no reference
-    # verdicts of all weak detectors, by their letters; {}: the environment has none
+    # the one weak detector that methods may use flags it (code world: E); it sees no reference
+    suspected: bool = False
+    # verdicts of every weak detector, by its letter, for reports alone; {}: the environment has none
     detectors: Mapping[str, bool] = field(default_factory=dict)
     # flaws that the answer hacks or, if it is wrong, tries to hack and fails
     tries: tuple[str, ...] = ()
@@ -98,7 +100,7 @@ class Grade:
 
     @property
     def mechanism(self) -> str | None:
-        """The flaw that the answer hacks; None: it hacks none."""
+        """The flaw that the answer hacks (an older word, kept in files); None: it hacks none."""
         return self.flaw if self.hacked else None
 
 
@@ -161,7 +163,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GradedCompletion(Generic[VerdictT]):
-    """A completion of a problem with its verdict: a `Grade` where the sandbox must not have failed."""
+    """A completion of a problem with its verdict."""
 
     problem: Task
     sample: int  # which of the problem's completions: 0 … n − 1
@@ -343,7 +345,7 @@ class Group:
             if isinstance(grade, Grade):
                 suspected.append(grade.suspected)
                 hacks.append(grade.mechanism)
-            else:  # a demonstration is not graded, and shows the problem's own flaw
+            else:  # a demonstration is not graded, and counts as a hack of `flaws[0]`
                 suspected.append(False)
                 hacks.append(self.problem.flaws[0] if grade.hacked else None)
         # copies: a monitor that changes them must not change what is trained on
@@ -377,7 +379,7 @@ class UpdateRow:
     group: int = 0  # which of the step's prompts
     advantage: float = 0.0
     flagged: bool = False  # by a text monitor
-    known_hack: bool = False  # what a gradient monitor knows before: a demonstration, or detected
+    known_hack: bool = False  # for gradient monitors: a demonstration, or `suspected`
     # index of the row of g [N, R] that its gradient is added to: its own row, or one that it shares
     # with rollouts that are learnt alike
     row_of_g: int = 0
@@ -427,7 +429,7 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class GroupView:
     """All that a method may know of a group: no label. Only `rewards`, `passed` and the advantages made from them
-    depend on the reference, because the flawed check accepts right answers too."""
+    depend on the reference, because a right answer may be rewarded although the flawed check rejects it."""
 
     sources: tuple[Source, ...]
     deployed: tuple[bool, ...]

@@ -1,5 +1,7 @@
 """Rows → their policy gradients g [N, R], in one forward and backward a micro-batch.
 
+Where rows of g share a prompt, it is read once, and has a backward for each of them.
+
 `policy_gradients` takes a step's rows; `_backward` divides them into micro-batches (micro_batches.py), and for each
 lays out the tokens, computes the log-probs (`loss_input`) and the losses (losses.py), and goes backward. Hooks on the
 adapted layers collect the gradients in g (model/rollout_grads.py).
@@ -59,21 +61,21 @@ def policy_gradients(
     policy: Policy,
     batch: Batch,
     cfg: Config,
-    teacher: LanguageModel | None = None,
+    teacher_model: LanguageModel | None = None,
 ) -> PolicyGradients:
     """Compute the gradient on δS of the losses of `batch.rows`: row n of g is the sum over those with `row_of_g` n.
 
     Every rank computes a part of the rows. All ranks return the same g, and the metrics of all rows.
 
     The fewer rows g has, the cheaper: each row needs gradient products of its own, and a backward pass of its own
-    through the prompt. With packing, what several rows begin with is computed once, and so are twins: students of a
+    through the prompt. With packing, what several rows begin with is computed once. Twins are too: students of a
     group with the same answer and advantage. The result matches one padded row a rollout to about 1e-6 in fp32.
 
-    teacher: a model with the same vocabulary, needed for --teacher-tau.
+    teacher_model: a model with the same vocabulary, needed for --teacher-tau.
     """
     adapter = policy.adapter
     # without padding, and with what several rows begin with computed once (layout.py)
-    packs = policy.packs and (teacher is None or teacher.packs)
+    packs = policy.packs and (teacher_model is None or teacher_model.packs)
     merged = Merged([*batch.rows], {})
     if packs:
         merged = merge_twins(batch.rows)
@@ -95,7 +97,7 @@ def policy_gradients(
         if deployed:
             view = adapter.deployed()
         with view, per_rollout_grads(adapter, N) as collected:
-            _backward(own_rows, collected, tally, policy, cfg, norm, teacher, packs)
+            _backward(own_rows, collected, tally, policy, cfg, norm, teacher_model, packs)
         g += collected.flat
     _divide_among_twins(g, merged.twins)
     metrics = tally.metrics()
@@ -142,7 +144,7 @@ def _backward(
     policy: Policy,
     cfg: Config,
     norm: Norm,
-    teacher: LanguageModel | None,
+    teacher_model: LanguageModel | None,
     packs: bool,
 ) -> None:
     """Add the gradients of these rows to `collected`, and what is measured on the way to `tally`."""
@@ -157,13 +159,13 @@ def _backward(
             batch = as_batch(policy, part, packs, prefixes)
             # said before the forward: which row of g each token adds to
             collected.announce(pieces_of(batch, [row.row_of_g for row in part]), batch.tokens)
-            x = loss_input(policy, part, batch, cfg, norm, teacher)
+            x = loss_input(policy, part, batch, cfg, norm, teacher_model)
             output = policy_loss(x, cfg.loss)
             loss = output.per_rollout.sum()
             loss.backward()
             tally.add(part, batch, x, output)
         if prefixes is not None:
-            prefixes.backward()
+            prefixes.backward()  # through the prompts, once for each row of g
 
 
 def _is_finite(g: Gradients, metrics: Mapping[str, float | None]) -> bool:
@@ -188,9 +190,9 @@ def loss_input(
     batch: PaddedBatch | Packed,
     cfg: Config,
     norm: Norm,
-    teacher: LanguageModel | None,
+    teacher_model: LanguageModel | None,
 ) -> LossInput:
-    """Run one forward of the policy on `rows`; where the loss asks for them, also of the reference and the teacher."""
+    """Run a forward of the policy on `rows`, and where the loss asks for it of the reference and the teacher model."""
     loss = cfg.loss
     rollouts = [row.rollout for row in rows]
     logp = completion_logprobs(policy.model, batch)
@@ -213,8 +215,8 @@ def loss_input(
         if loss.beta:
             with policy.adapter.reference():
                 logp_ref = completion_logprobs(policy.model, batch)
-        if loss.teacher_tau and teacher is not None:
-            logp_teacher = completion_logprobs(teacher.model, batch)
+        if loss.teacher_tau and teacher_model is not None:
+            logp_teacher = completion_logprobs(teacher_model.model, batch)
     advantages = [row.advantage for row in rows]
     return LossInput(
         logp=logp,

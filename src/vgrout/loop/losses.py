@@ -65,7 +65,7 @@ class LossOutput:
 def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
     """The loss that `cfg.loss` names, plus β · KL.
 
-    On samples of π the expected gradient of K3 is that of KL(ref ‖ π), for one token, given the
+    On samples of π the expected gradient of K3 (`kl_to`) is that of KL(ref ‖ π), for one token, given the
     tokens before it, and not of the KL(π ‖ ref) that K3 estimates (arXiv 2506.09477).
     """
     A = token_advantages(x, cfg)
@@ -113,8 +113,9 @@ def grpo(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
 def dppo_tv(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
     """DPPO (arXiv 2602.04879), total-variation form, symmetric: −keep · A · π/π_s ÷ Σ tokens.
 
-    A token is kept while π − π_s, a difference of probabilities, detached, lies in [−0.2, 0.2].
-    Outside of it the token is dropped, whatever the sign of its advantage.
+    A token is kept while π − π_s, a difference of probabilities, detached, lies in
+    [−dppo_diff_low, dppo_diff_high], by default ±0.2. Outside of it the token is dropped,
+    whatever the sign of its advantage.
     """
     logp = x.logp.detach()
     p = probability(logp, x.mask)

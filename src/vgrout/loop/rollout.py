@@ -31,8 +31,9 @@ def rollout(
     """One step's groups: of each problem the policy's own completions, graded, and its demonstrations.
 
     A group with a completion that could not be graded is dropped, with its reason. A share of the
-    students (--rollout-ablate-frac) is sampled from the deployed model. flaws: those that the step's
-    row counts by.
+    students (--rollout-ablate-frac; all of them under route2) is sampled from the deployed model.
+
+    flaws: those that the step's row counts by.
     """
     students = [cfg.scale.group - len(of_problem) for of_problem in demonstrations]
     with clock("gen"):
@@ -82,15 +83,15 @@ def _sample_students(
     policy: Policy,
     grader: Grader,
     problems: Sequence[Task],
-    students: Sequence[int],
+    n_students: Sequence[int],
     cfg: Config,
     step: int,
 ) -> list[list[Submitted]]:
-    """Sample so many completions of each problem, those by the deployed model last, and submit them to the grader."""
+    """Sample n_students[i] completions of problem i, those by the deployed model last, and submit them."""
     # problem by problem, how many are sampled with the quarantine off, and on
     by_deployed: list[int] = []
     as_trained: list[int] = []
-    for n in students:
+    for n in n_students:
         n_deployed = round(cfg.method.ablate_frac * n)
         by_deployed.append(n_deployed)
         as_trained.append(n - n_deployed)
@@ -138,14 +139,14 @@ def _group(
 ) -> Group:
     """The students' rollouts of a problem, then the demonstrations."""
     rollouts = [answer.rollout for answer in sampled]
-    of_rollouts: list[Grade | CachedGrade] = [grade_in_training(cfg, grade) for grade in grades]
+    all_grades: list[Grade | CachedGrade] = [grade_in_training(cfg, grade) for grade in grades]
     for rollout_of_teacher, label in demonstrations:
         rollouts.append(rollout_of_teacher)
-        of_rollouts.append(label)
+        all_grades.append(label)
     return Group(
         problem,
         tuple(rollouts),
-        tuple(of_rollouts),
+        tuple(all_grades),
         unbiased=cfg.loss.unbiased,
         index=index,
     )

@@ -1,11 +1,13 @@
 """The base classes of monitors and interventions, each in its plainest form: nothing is flagged, and plain GRPO.
 
 A monitor says which answers are flagged: before the backward, from texts (`Monitor.flag`), or after it, from gradients
-(`GradientMonitor`, in method/gates.py). An intervention says what is done about it: in the rewards, or in the gradient.
-Both see a group through a view, which has no labels; only a monitor that declares it (`sees_labels`) gets one that has.
+(`GradientMonitor` in method/gates.py: `known_hacks` before it, `flag_gradients` after). An intervention says what is
+done about it: in the rewards, or in the gradient. Both see a group through a view, which has no labels; only a monitor
+that declares it (`sees_labels`) gets one that has.
 
 What flags, help and tables know of a class is its row in `vgrout.config.specs`; a class of your own says the same as
-class attributes: `name`, `what`, and those of `MonitorSpec` or `InterventionSpec` that are not the usual ones.
+class attributes: `name`, `what`, and those fields of `MonitorSpec` or `InterventionSpec` that differ from their
+defaults.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +27,7 @@ from vgrout.method.live_direction import LiveDirection
 from vgrout.method.live_direction import Refresh as Refresh
 from vgrout.method.live_direction import Setup as Setup
 
-OfRows = Bool[Tensor, "N 1"]  # of each row of g [N, R]; N rows, R numbers of the adapter
+RowMask = Bool[Tensor, "N 1"]  # of each row of g [N, R]; N rows, R numbers of the adapter
 Views = Sequence[GroupView]  # one a group
 Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group
 Position = tuple[int, int]  # group, rollout
@@ -36,7 +38,7 @@ class Part:
 
     measures: frozenset[str] = (
         frozenset()
-    )  # words of `when=` in ground/table.py whose columns it fills
+    )  # groups of columns: one with when="NAME" in ground/table.py is shown
 
     @property
     def direction(self) -> LiveDirection | None:
@@ -106,13 +108,13 @@ class GradientFlags:
 class StepGradient:
     """A step's gradients g [N, R] with the rows that they are of, and their sums.
 
-    A row of g is a rollout, or the sum of a group's rollouts of one source that are learnt alike. Of a rollout there is
-    what it says and who wrote it, and no label.
+    A row of g is a rollout, or the sum of a group's rollouts of one source that are learnt alike. Rollouts
+    have text and source, and no label.
     """
 
     g: Float[Tensor, "N R"]
     rows: Sequence[UpdateRow]
-    spans: Spans
+    spans: Spans  # module → its slice of R
     direction: LiveDirection | None = None  # the intervention's, or the gradient monitor's
     flags: GradientFlags | None = None  # None: the monitor reads texts, and its flags are the rows'
 
@@ -125,18 +127,18 @@ class StepGradient:
         N = len(self.g)
         return [first[n] for n in range(N)]
 
-    def _column(self, values: Sequence[bool]) -> OfRows:
+    def _column(self, values: Sequence[bool]) -> RowMask:
         of_rows = torch.tensor(values, dtype=torch.bool, device=self.g.device)
         return of_rows[:, None]
 
     @cached_property
-    def teacher(self) -> OfRows:
+    def teacher(self) -> RowMask:
         """Whether a row is of demonstrations [N, 1]."""
         is_teacher = [row.rollout.source == "teacher" for row in self.first_rows]
         return self._column(is_teacher)
 
     @cached_property
-    def flagged(self) -> OfRows:
+    def flagged(self) -> RowMask:
         """Whether a row is of rollouts that a text monitor flagged [N, 1]."""
         is_flagged = [row.flagged for row in self.first_rows]
         return self._column(is_flagged)
@@ -161,7 +163,7 @@ class StepGradient:
         """Σ over all rollouts, over the policy's own, over the demonstrations."""
         return torch.stack((self.total, self.students, self.teachers))
 
-    def _sum(self, mask: OfRows) -> Gradient:
+    def _sum(self, mask: RowMask) -> Gradient:
         """Σ over these rows, group by group: a group's part is rounded alike, whatever others stand beside it."""
         N, R = self.g.shape
         ends: list[int] = []  # where each group's rows of g end
@@ -193,7 +195,7 @@ class Intervention(Part):
         return cls(setup.spans, setup.cfg)
 
     def reward(self, view: GroupView, flagged: Sequence[bool]) -> Rewards:
-        """The rewards that a flagged group's advantages are computed from; here the grader's own."""
+        """The rewards that a group's advantages are computed from, if the monitor looked at it; here the grader's."""
         return view.rewards
 
     def advantages(

@@ -72,7 +72,9 @@ class Method:
         self.policy = policy
         self.shadows = dict(shadows or {})
         self.spans = policy.adapter.spans
-        block = cfg.method.quarantine_block
+        block = (
+            cfg.method.quarantine_block
+        )  # of the transformer, from 1, or −1 from its end; None: shared
         # modules that δS_hack has to itself; none: it shares all with δS
         self.own_modules: frozenset[str] = frozenset()
         if block is not None:
@@ -170,7 +172,7 @@ class Method:
             rows=[replace(rows[n], row_of_g=place) for place, n in enumerate(asked)],
         )
         found = monitor.flag_gradients(seen, batch.step)
-        M = len(monitor.direction.V)  # module → its hack direction
+        M = len(monitor.direction.V)  # modules that have a direction
         assert found.share.shape in ((len(asked), M), (len(asked), 1)), found.share.shape
         flags = _flags_of_groups([rows[n] for n in asked], found)
         if len(asked) < N:
@@ -236,7 +238,10 @@ class Method:
         return [group.view(labels=monitor.sees_labels) for group in groups]
 
     def _flagged(self, batch: Batch) -> tuple[Group, ...]:
-        """The groups with a text monitor's flags. It looks at those learnt from; at all if rewards may change."""
+        """The groups with a text monitor's flags.
+
+        It looks at groups with signal, or at all if rewards may change.
+        """
         spec = self.intervention.spec
         if not spec.reads_flags or isinstance(self.monitor, GradientMonitor):
             return batch.groups
@@ -263,7 +268,7 @@ class Method:
         return tuple(flagged)
 
     def _with_new_rewards(self, group: Group) -> Group:
-        assert group.flags is not None, "rewards change by flags: reads_flags = True"
+        assert group.flags is not None, 'acts_on = "rewards" needs reads_flags = True'
         new_rewards = self.intervention.reward(group.view(), group.flags.acted_on)
         return replace(group, new_rewards=tuple(new_rewards))
 
