@@ -948,7 +948,7 @@ LATE = [
             "lambda: os.mknod('n', 0o20666, 259)):\n"
             "    try: way()\n    except OSError: pass\nfor _ in range(60):\n"
             "    try: os.chdir('..')\n    except OSError: pass\n"
-            "return 6 if os.path.exists('root') or os.path.exists('etc/passwd') and open('etc/passwd').read() else 41"
+            "return 6 if {'etc', 'proc', 'tmp', 'var'} & {*os.listdir('.')} or open('etc/passwd').read() else 41"
         ),
     ),
     attack(

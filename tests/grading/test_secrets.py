@@ -116,6 +116,18 @@ CHANNELS = {
         "[(open('x', 'w').close(), os.unlink('x')) for _ in range(100)]",
         "(open('y', 'w').close(), os.stat('y').st_ino)[1]",
     ),
+    "inode numbers of folders": (
+        "[os.mkdir(str(i)) for i in range(50)]",
+        "(os.mkdir('y'), os.stat('y').st_ino, os.stat('.').st_nlink)",
+    ),
+    "a mode, a time and a lock of a library file": (
+        f"[os.chmod({STDLIB + '/this.py'!r}, 0), os.utime({STDLIB + '/this.py'!r}, (1, 1))]",
+        f"(os.stat({STDLIB + '/this.py'!r}).st_mode, os.stat({STDLIB + '/this.py'!r}).st_mtime_ns)",
+    ),
+    "limits": (
+        "[__import__('resource').setrlimit(n, (9, 9)) for n in (0, 4, 7)]",
+        "[__import__('resource').getrlimit(n) for n in range(16)]",
+    ),
     "a file left in the working directory": ("open('left', 'w').write('1')", "os.listdir('.')"),
     "times of the working directory": (
         "open('x', 'w').close()",

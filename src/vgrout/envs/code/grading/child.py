@@ -18,7 +18,6 @@ Semantics, fixed here and tested:
   other children.
 """
 
-import _sitebuiltins
 import atexit
 import builtins
 import gc
@@ -27,6 +26,8 @@ import json
 import linecache
 import marshal
 import os
+import resource
+import site
 import stat
 import sys
 from collections.abc import Callable, Sequence
@@ -92,15 +93,20 @@ _without_finalizer: dict[int, type] = {}
 
 def prepare() -> None:
     """Set the interpreter up, once, in the fork server."""
-    # The module `site` is not loaded, and without it there is no exit() and quit().
-    builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")
-    builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")
+    # What an interpreter has of `site`, which is not run here: exit, quit, copyright, license, credits, help.
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
     stdin = io.FileIO(0, "r", closefd=False)
+    stdin.name = "<stdin>"
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(stdin), "utf-8")
+    vars(sys.stdin)["mode"] = "r"
     # An answer that has captured its output restores sys.stdout from sys.__stdout__.
-    sys.stdout = sys.__stdout__ = _unbuffered(1)
-    sys.stderr = sys.__stderr__ = _prepared["stderr"] = _unbuffered(2)
-    sys.argv = [""]
+    sys.stdout = sys.__stdout__ = _unbuffered(1, "<stdout>")
+    sys.stderr = sys.__stderr__ = _prepared["stderr"] = _unbuffered(2, "<stderr>")
+    sys.argv = [ANSWER_FILE]
+    sys.orig_argv = [sys.executable, ANSWER_FILE]
+    vars(resource)["getrusage"] = _usage
     if sys.version_info < (3, 12):
         vars(sys)["exit"] = _exit_before_3_12
     sys.meta_path.insert(0, _Asyncio())
@@ -118,10 +124,21 @@ def _note_types() -> None:
     _without_finalizer.update(kinds)
 
 
-def _unbuffered(fd: int) -> io.TextIOWrapper:
+def _unbuffered(fd: int, name: str) -> io.TextIOWrapper:
     """Text that is printed is written at once, so it is there when the process is killed."""
     raw = io.FileIO(fd, "w", closefd=False)
-    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+    raw.name = name
+    stream = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+    vars(stream)["mode"] = "w"
+    return stream
+
+
+def _usage(who: int, /) -> resource.struct_rusage:
+    """resource.getrusage: CPU times alone. The kernel's would tell whether a file was in memory."""
+    user, system, *_ = os.times()
+    if who == resource.RUSAGE_CHILDREN:  # there are none
+        user = system = 0.0
+    return resource.struct_rusage((user, system, *(0,) * 14))
 
 
 def _exit_before_3_12(status: object = None, /) -> NoReturn:

@@ -102,11 +102,11 @@ def _drop_capabilities() -> None:
     kernel.check(kernel.libc.syscall(kernel.machine().capset, header, _NO_CAPABILITIES), "capset")
 
 
-def cap_limit(which: int, value: int) -> None:
-    """Lower a resource limit of this process, for good."""
+def cap_limit(which: int, value: int, for_good: bool = True) -> None:
+    """Lower a resource limit of this process."""
     hard = resource.getrlimit(which)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(which, (value, value))
+    resource.setrlimit(which, (value, value if for_good else hard))
 
 
 def _set_rlimits(memory_mb: int, output_bytes: int) -> None:
@@ -125,7 +125,8 @@ def _set_rlimits(memory_mb: int, output_bytes: int) -> None:
     refused = []
     for name, value in limits.items():
         try:
-            cap_limit(getattr(resource, f"RLIMIT_{name}"), value)
+            # an answer may ask for a deeper stack, as many that recurse do, within its memory
+            cap_limit(getattr(resource, f"RLIMIT_{name}"), value, for_good=name != "STACK")
         except (OSError, ValueError) as error:
             refused.append(f"RLIMIT_{name}: {error}")
     if refused:

@@ -24,12 +24,14 @@ READ_FILE = 1 << 2
 READ_DIR = 1 << 3
 _REMOVE_DIR = 1 << 4
 _REMOVE_FILE = 1 << 5
+_MAKE_DIR = 1 << 7
 _MAKE_REG = 1 << 8
+_MAKE_SYM = 1 << 12
+_REFER = 1 << 13  # moving from one folder into another
 _TRUNCATE = 1 << 14
 _RIGHTS_TO_A_FILE = EXECUTE | _WRITE_FILE | READ_FILE | _TRUNCATE  # a rule on a file has no other
-_RIGHTS_TO_CWD = (
-    READ_FILE | _WRITE_FILE | READ_DIR | _REMOVE_FILE | _REMOVE_DIR | _MAKE_REG | _TRUNCATE
-)
+_RIGHTS_TO_CWD = READ_FILE | _WRITE_FILE | _TRUNCATE | READ_DIR | _REMOVE_FILE | _REMOVE_DIR
+_RIGHTS_TO_CWD |= _MAKE_REG | _MAKE_DIR | _MAKE_SYM | _REFER
 
 # Version of the kernel's interface → every right to files that it knows: version 2 added REFER,
 # 3 TRUNCATE, 5 IOCTL_DEV.

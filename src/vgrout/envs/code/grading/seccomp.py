@@ -25,34 +25,40 @@ def _numbers(table: str) -> dict[str, int]:
 # Nothing is allowed by which one child could leave a trace for another one to see:
 # - no pipe (inode numbers), no statx (mount numbers), no sysinfo
 # - no getrusage (was a file in memory?)
-# - no CPU clock of another process
-# - no lock or lease on a file, no advice that throws a file out of memory
+# - no CPU clock of another process, no limit of another process
+# - no lease on a file, no advice that throws a file out of memory
+# - no lock, no mode and no time of a file: these calls do nothing and seem to have succeeded
 # - no futex but a private one: a shared one is found by its file's inode
 # - no queued signals: the kernel counts them by user
 _X86_64 = _numbers("""
-    read=0 write=1 open=2 close=3 stat=4 fstat=5 lstat=6 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12
-    rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 ioctl=16 pread64=17 pwrite64=18 readv=19
-    writev=20 access=21 sched_yield=24 mremap=25 madvise=28 dup=32 dup2=33 nanosleep=35 getitimer=36
-    alarm=37 setitimer=38 getpid=39 exit=60 kill=62 uname=63 fcntl=72 fsync=74 fdatasync=75
-    truncate=76 ftruncate=77 getdents=78 getcwd=79 rename=82 creat=85 unlink=87 readlink=89 umask=95
-    gettimeofday=96 getrlimit=97 times=100 getuid=102 getgid=104 geteuid=107 getegid=108 getppid=110
-    getpgrp=111 rt_sigpending=127 sigaltstack=131 gettid=186 time=201 futex=202
-    sched_getaffinity=204 getdents64=217 restart_syscall=219 clock_gettime=228 clock_getres=229
-    clock_nanosleep=230 exit_group=231 tgkill=234 openat=257 newfstatat=262 unlinkat=263
-    renameat=264 readlinkat=267 faccessat=269 set_robust_list=273 dup3=292 prlimit64=302
-    renameat2=316 getrandom=318 statx=332 rseq=334 clone3=435 openat2=437 faccessat2=439
+    read=0 write=1 open=2 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11
+    brk=12 rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 ioctl=16 pread64=17 pwrite64=18
+    readv=19 writev=20 access=21 select=23 sched_yield=24 mremap=25 madvise=28 dup=32 dup2=33
+    nanosleep=35 getitimer=36 alarm=37 setitimer=38 getpid=39 exit=60 kill=62 uname=63 fcntl=72
+    flock=73 fsync=74 fdatasync=75 truncate=76 ftruncate=77 getdents=78 getcwd=79 chdir=80 fchdir=81
+    rename=82 mkdir=83 rmdir=84 creat=85 unlink=87 symlink=88 readlink=89 chmod=90 fchmod=91
+    umask=95 gettimeofday=96 getrlimit=97 times=100 getuid=102 getgid=104 geteuid=107 getegid=108
+    getppid=110 getpgrp=111 rt_sigpending=127 sigaltstack=131 utime=132 gettid=186 listxattr=194
+    llistxattr=195 flistxattr=196 time=201 futex=202 sched_getaffinity=204 getdents64=217
+    restart_syscall=219 clock_gettime=228 clock_getres=229 clock_nanosleep=230 exit_group=231
+    tgkill=234 utimes=235 openat=257 mkdirat=258 futimesat=261 newfstatat=262 unlinkat=263
+    renameat=264 symlinkat=266 readlinkat=267 fchmodat=268 faccessat=269 pselect6=270 ppoll=271
+    set_robust_list=273 utimensat=280 dup3=292 prlimit64=302 renameat2=316 getrandom=318 statx=332
+    rseq=334 clone3=435 openat2=437 faccessat2=439 fchmodat2=452
 """)
 _AARCH64 = _numbers("""
-    getcwd=17 dup=23 dup3=24 fcntl=25 ioctl=29 unlinkat=35 renameat=38 truncate=45 ftruncate=46
-    faccessat=48 openat=56 close=57 getdents64=61 lseek=62 read=63 write=64 readv=65 writev=66
-    pread64=67 pwrite64=68 readlinkat=78 newfstatat=79 fstat=80 fsync=82 fdatasync=83 exit=93
-    exit_group=94 futex=98 set_robust_list=99 nanosleep=101 getitimer=102 setitimer=103
-    clock_gettime=113 clock_getres=114 clock_nanosleep=115 sched_getaffinity=123 sched_yield=124
-    restart_syscall=128 kill=129 tgkill=131 sigaltstack=132 rt_sigaction=134 rt_sigprocmask=135
-    rt_sigpending=136 rt_sigreturn=139 times=153 uname=160 getrlimit=163 umask=166 gettimeofday=169
-    getpid=172 getppid=173 getuid=174 geteuid=175 getgid=176 getegid=177 gettid=178 brk=214
-    munmap=215 mremap=216 mmap=222 mprotect=226 madvise=233 prlimit64=261 renameat2=276
-    getrandom=278 statx=291 rseq=293 clone3=435 openat2=437 faccessat2=439
+    listxattr=11 llistxattr=12 flistxattr=13 getcwd=17 dup=23 dup3=24 fcntl=25 ioctl=29 flock=32
+    mkdirat=34 unlinkat=35 symlinkat=36 renameat=38 truncate=45 ftruncate=46 faccessat=48 chdir=49
+    fchdir=50 fchmod=52 fchmodat=53 openat=56 close=57 getdents64=61 lseek=62 read=63 write=64
+    readv=65 writev=66 pread64=67 pwrite64=68 pselect6=72 ppoll=73 readlinkat=78 newfstatat=79
+    fstat=80 fsync=82 fdatasync=83 utimensat=88 exit=93 exit_group=94 futex=98 set_robust_list=99
+    nanosleep=101 getitimer=102 setitimer=103 clock_gettime=113 clock_getres=114 clock_nanosleep=115
+    sched_getaffinity=123 sched_yield=124 restart_syscall=128 kill=129 tgkill=131 sigaltstack=132
+    rt_sigaction=134 rt_sigprocmask=135 rt_sigpending=136 rt_sigreturn=139 times=153 uname=160
+    getrlimit=163 umask=166 gettimeofday=169 getpid=172 getppid=173 getuid=174 geteuid=175
+    getgid=176 getegid=177 gettid=178 brk=214 munmap=215 mremap=216 mmap=222 mprotect=226
+    madvise=233 prlimit64=261 renameat2=276 getrandom=278 statx=291 rseq=293 clone3=435 openat2=437
+    faccessat2=439 fchmodat2=452
 """)
 _ALLOWED = {"x86_64": _X86_64, "aarch64": _AARCH64}  # system call → number
 
@@ -80,9 +86,21 @@ _ARGUMENTS_OFFSET = 16
 _FIRST_OTHER_CLOCK = 16  # CLOCK_REALTIME and the like are 0 … 11, larger numbers are of processes
 _FIRST_REAL_TIME_SIGNAL = 32
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC
+_LOCKS = (6, 7)  # F_SETLK, F_SETLKW, which do nothing
 _IOCTL_REQUESTS = (0x5401, 0x5450, 0x5451)  # TCGETS, FIONCLEX, FIOCLEX
 _MADVISE_ADVICE = (4, 8)  # MADV_DONTNEED, MADV_FREE: those of malloc
 FUTEX_PRIVATE_FLAG = 128
+
+# Calls that do nothing, and seem to have succeeded.
+_PRETENDED = (
+    *("nanosleep", "clock_nanosleep", "fsync", "fdatasync", "flock", "chmod", "fchmod", "fchmodat"),
+    *("fchmodat2", "utime", "utimes", "futimesat", "utimensat"),
+)
+# What a child that may open no file may not do either.
+_OF_FILES = (
+    *("open", "openat", "openat2", "creat", "truncate", "mkdir", "mkdirat", "rmdir"),
+    *("symlink", "symlinkat"),
+)
 
 _PID_PLACEHOLDER = -1  # in a program, until the child's own pid is known
 
@@ -103,9 +121,9 @@ def _load(offset: int) -> _Instruction:
     return _Instruction(_LOAD, 0, 0, offset)
 
 
-def _load_argument(index: int, high: bool = False) -> _Instruction:
-    """Load the lower 32 bits of an argument of the system call, or the higher ones."""
-    return _load(_ARGUMENTS_OFFSET + 8 * index + (4 if high else 0))
+def _load_argument(index: int) -> _Instruction:
+    """Load the lower 32 bits of an argument of the system call."""
+    return _load(_ARGUMENTS_OFFSET + 8 * index)
 
 
 def _if_equal(constant: int, if_true: int, if_false: int) -> _Instruction:
@@ -150,6 +168,9 @@ _REFUSE_CONNECTION: _Program = [_load_argument(0), _if_equal(CONNECTION_FD, 0, 1
 
 def _rules(may_open: bool) -> dict[str, _Program]:
     """What is done with each allowed call that is not simply let through."""
+    no_locks: _Program = [_load_argument(1)]
+    for lock in _LOCKS:
+        no_locks += [_if_equal(lock, 0, 1), _fail_with(0)]
     system_clocks = [*_refuse_from(0, _FIRST_OTHER_CLOCK), _ALLOW]
     to_itself = _allow_values(0, (_PID_PLACEHOLDER,))
     rules = {
@@ -157,7 +178,7 @@ def _rules(may_open: bool) -> dict[str, _Program]:
         "kill": [*_refuse_from(1, _FIRST_REAL_TIME_SIGNAL), *to_itself],
         "tgkill": [*_refuse_from(2, _FIRST_REAL_TIME_SIGNAL), *to_itself],
         # No locks, no leases, and no F_SETOWN, which has signals sent to others.
-        "fcntl": [*_REFUSE_CONNECTION, *_allow_values(1, _FCNTL_COMMANDS)],
+        "fcntl": [*_REFUSE_CONNECTION, *no_locks, *_allow_values(1, _FCNTL_COMMANDS)],
         "clock_gettime": system_clocks,
         "clock_getres": system_clocks,
         "futex": [
@@ -168,24 +189,19 @@ def _rules(may_open: bool) -> dict[str, _Program]:
         ],
         "madvise": _allow_values(2, _MADVISE_ADVICE),
         "ioctl": _allow_values(1, _IOCTL_REQUESTS),
-        # Read a limit, set none: the pointer to the new one, 64 bits of it, has to be null.
-        "prlimit64": [
-            _load_argument(2),
-            _if_equal(0, 0, 3),
-            _load_argument(2, high=True),
-            _if_equal(0, 0, 1),
-            _ALLOW,
-            _EPERM,
-        ],
+        # Its own limits, which it can only lower.
+        "prlimit64": _allow_values(0, (0, _PID_PLACEHOLDER)),
     }
-    for name in ("nanosleep", "clock_nanosleep", "fsync", "fdatasync"):
+    for name in _PRETENDED:
         rules[name] = [_fail_with(0)]
+    for name in ("listxattr", "llistxattr", "flistxattr"):
+        rules[name] = [_fail_with(errno.ENOTSUP)]  # shutil.copy2 then copies none
     for name in ("clone3", "openat2", "statx"):
         rules[name] = [_fail_with(errno.ENOSYS)]  # the C library then makes the older call
     for name in ("fstat", "newfstatat", "dup", "dup2", "dup3"):
         rules[name] = [*_REFUSE_CONNECTION, _ALLOW]
     if not may_open:
-        for name in ("open", "openat", "openat2", "creat", "truncate"):
+        for name in _OF_FILES:
             rules[name] = [_EPERM]
     return rules
 

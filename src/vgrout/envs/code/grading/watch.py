@@ -325,19 +325,27 @@ class ForkServerHandle:
         return data
 
     def crowded(self) -> bool:
-        """Has the child too many files?
+        """Has the child too many files, in folders of its own too?
 
         A fresh tmpfs has a limit of its own, and cannot be seen from here.
         """
         if "namespaces" in self.active:
             return False
-        try:
-            with os.scandir(self.cwd) as entries:
-                for count, _ in enumerate(entries, start=1):
-                    if count > MAX_ENTRIES:
-                        return True
-        except OSError:
-            pass
+        count = 0
+        folders = [self.cwd]
+        while folders:
+            try:
+                with os.scandir(folders.pop()) as entries:
+                    for entry in entries:
+                        count += 1
+                        if count > MAX_ENTRIES:
+                            return True
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+            except FileNotFoundError:  # gone by now
+                continue
+            except OSError:  # hidden from us
+                return True
         return False
 
     def run(
