@@ -119,6 +119,18 @@ WORKS = {
     "with shelve.open('x') as s: assert s['a'] == [1]",
     "select": "import select, sys\nassert select.select([sys.stdin], [], [], 0) == ([sys.stdin], [], [])\n"
     "p = select.poll()\np.register(0)\nassert p.poll(0)",
+    "a selector": "import selectors\nassert selectors.DefaultSelector().select(0) == []",
+    "a file in memory": "import mmap\nwith open('x', 'w+b') as f:\n    f.write(b'ab')\n    f.flush()\n"
+    "    m = mmap.mmap(f.fileno(), 0)\n    m[0:1] = b'c'\n    m.flush()\n    m.close()\n"
+    "assert open('x').read() == 'cb'",
+    "the template of fast output": "import os, sys\nfrom io import BytesIO, IOBase\nclass Fast(IOBase):\n"
+    "    def __init__(self, file):\n        self.writable = 'x' in file.mode or 'r' not in file.mode\n"
+    "        self.left = os.fstat(file.fileno()).st_size\n"
+    "assert Fast(sys.stdout).writable and not Fast(sys.stdin).writable",
+    "paths": "import pathlib\np = pathlib.Path('a/b')\np.mkdir(parents=True)\n(p / 'x').write_text('1')\n"
+    "(p / 'x').rename(p / 'y')\nassert [*p.iterdir()] == [p / 'y']",
+    "help on something": "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as o: help(len)\n"
+    "assert 'len' in o.getvalue()",
     "a zip of a folder": "import os, shutil\nos.mkdir('a')\nopen('a/x', 'w').write('1')\n"
     "shutil.make_archive('b', 'zip', 'a')\n"
     "shutil.unpack_archive('b.zip', 'c')\nassert open('c/x').read() == '1'",

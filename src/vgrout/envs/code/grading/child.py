@@ -27,6 +27,7 @@ import linecache
 import marshal
 import os
 import resource
+import selectors
 import site
 import stat
 import sys
@@ -107,6 +108,9 @@ def prepare() -> None:
     sys.argv = [ANSWER_FILE]
     sys.orig_argv = [sys.executable, ANSWER_FILE]
     vars(resource)["getrusage"] = _usage
+    vars(selectors)["DefaultSelector"] = (
+        selectors.PollSelector
+    )  # epoll's watches are counted by user
     if sys.version_info < (3, 12):
         vars(sys)["exit"] = _exit_before_3_12
     sys.meta_path.insert(0, _Asyncio())

@@ -33,7 +33,7 @@ def _numbers(table: str) -> dict[str, int]:
 _X86_64 = _numbers("""
     read=0 write=1 open=2 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11
     brk=12 rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 ioctl=16 pread64=17 pwrite64=18
-    readv=19 writev=20 access=21 select=23 sched_yield=24 mremap=25 madvise=28 dup=32 dup2=33
+    readv=19 writev=20 access=21 select=23 sched_yield=24 mremap=25 msync=26 madvise=28 dup=32 dup2=33
     nanosleep=35 getitimer=36 alarm=37 setitimer=38 getpid=39 exit=60 kill=62 uname=63 fcntl=72
     flock=73 fsync=74 fdatasync=75 truncate=76 ftruncate=77 getdents=78 getcwd=79 chdir=80 fchdir=81
     rename=82 mkdir=83 rmdir=84 creat=85 unlink=87 symlink=88 readlink=89 chmod=90 fchmod=91
@@ -56,7 +56,7 @@ _AARCH64 = _numbers("""
     sched_getaffinity=123 sched_yield=124 restart_syscall=128 kill=129 tgkill=131 sigaltstack=132
     rt_sigaction=134 rt_sigprocmask=135 rt_sigpending=136 rt_sigreturn=139 times=153 uname=160
     getrlimit=163 umask=166 gettimeofday=169 getpid=172 getppid=173 getuid=174 geteuid=175
-    getgid=176 getegid=177 gettid=178 brk=214 munmap=215 mremap=216 mmap=222 mprotect=226
+    getgid=176 getegid=177 gettid=178 brk=214 munmap=215 mremap=216 mmap=222 mprotect=226 msync=227
     madvise=233 prlimit64=261 renameat2=276 getrandom=278 statx=291 rseq=293 clone3=435 openat2=437
     faccessat2=439 fchmodat2=452
 """)
@@ -93,7 +93,17 @@ FUTEX_PRIVATE_FLAG = 128
 
 # Calls that do nothing, and seem to have succeeded.
 _PRETENDED = (
-    *("nanosleep", "clock_nanosleep", "fsync", "fdatasync", "flock", "chmod", "fchmod", "fchmodat"),
+    *(
+        "nanosleep",
+        "clock_nanosleep",
+        "fsync",
+        "fdatasync",
+        "msync",
+        "flock",
+        "chmod",
+        "fchmod",
+        "fchmodat",
+    ),
     *("fchmodat2", "utime", "utimes", "futimesat", "utimensat"),
 )
 # What a child that may open no file may not do either.
