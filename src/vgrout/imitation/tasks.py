@@ -3,7 +3,6 @@
 The settings give a configuration of the trainer's, which checks most of them. No torch.
 """
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -51,7 +50,7 @@ from vgrout.ground.io import (
 )
 from vgrout.ground.scoring import scorer
 from vgrout.model.load.saved import FoundModel, find_source
-from vgrout.runs.inputs import Inputs
+from vgrout.runs.inputs import Inputs, hash_of_class
 from vgrout.runs.plan import preflight
 from vgrout.runs.run_dir import run_to_resume
 
@@ -518,7 +517,10 @@ class DpoTask:
                 "file": self.inputs.environment.source,
                 **self.inputs.environment.hashes(),
             },
-            "scorer": {"name": settings.scorer, "sha256": source_sha256(settings.scorer)},
+            "scorer": {
+                "name": settings.scorer,
+                "sha256": hash_of_class(settings.scorer) if ":" in settings.scorer else None,
+            },
             "settings": planned,
             "rounds": rounds,
         }
@@ -557,16 +559,6 @@ def scoring(name: str, first: Task) -> Score:
     own = scorer(name, "--scorer")
     own(first, first.right_answer)
     return lambda problem, text, grade: own(problem, text)
-
-
-def source_sha256(scorer: str) -> str | None:
-    """sha256 of the file that defines a --scorer module:function; None for the built-in scorers."""
-    if ":" not in scorer:
-        return None
-    spec = importlib.util.find_spec(scorer.partition(":")[0])
-    if spec is None or not spec.origin or not Path(spec.origin).is_file():
-        return None
-    return file_sha256(Path(spec.origin))
 
 
 def freeze(task: DpoTask) -> Plan:
