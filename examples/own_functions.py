@@ -34,7 +34,7 @@ class Comparison(Monitor):
 
     def flag(self, views, step):
         found = set()
-        for prompt, answer in rewarded(views):  # numbers of a prompt and of one of its answers
+        for prompt, answer in rewarded(views):  # indices of a prompt and of one of its answers
             task, text = views[prompt].messages[-1]["content"], views[prompt].texts[answer]
             if any(words in task and sign not in text for words, sign in SIGNS.items()):
                 found.add((prompt, answer))

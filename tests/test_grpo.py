@@ -481,7 +481,7 @@ def test_demonstrations_have_ratio_one_and_their_own_log_prob(policy):
 def test_teacher_tau_pulls_towards_the_teacher_model(policy):
     of = [long_group()]
     plain, _ = run(policy, of)
-    pulled, _ = run(policy, of, config(**TEACHES), teacher=tiny.policy(seed=5))
+    pulled, _ = run(policy, of, config(**TEACHES), teacher_model=tiny.policy(seed=5))
     assert relative(pulled, plain) > 0.05
-    same, _ = run(policy, of, config(**TEACHES), teacher=policy)
+    same, _ = run(policy, of, config(**TEACHES), teacher_model=policy)
     assert relative(same, plain) < 1e-4, "a teacher equal to the policy adds nothing"

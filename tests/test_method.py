@@ -494,7 +494,7 @@ def test_a_run_with_a_class_of_ones_own_is_resumed_where_its_code_is_trusted(arg
         written = resolve(["mini", *argv]).as_dict()
     requested = resolve(["mini", "--trust-code", "--resume=x"])
     stored = from_dict(written)
-    import_named(stored.code, trusted=requested.run.trust_code)
+    import_named(stored.own_code, trusted=requested.run.trust_code)
     cfg, differing = resumed(requested, stored)
     assert (cfg, differing) == (stored, [])
     assert cfg.method.spec is INTERVENTIONS[cfg.method.intervention]

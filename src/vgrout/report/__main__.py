@@ -40,11 +40,11 @@ class Cli:
 
 def command(cli: Cli) -> int:
     """Write the report and print its conclusions. Raises Refused, one line."""
+    out = cli.out or cli.sources[0] / "report"
+    require_own(out, "--out", "report.html", "report")
     for source in cli.sources:
         refuse(not source.is_dir(), f"{source}: no such folder of runs")
         run_dirs(source)
-    out = cli.out or cli.sources[0] / "report"
-    require_own(out, "--out", "report.html", "report")
     # Here and not above: scipy, pandas and matplotlib take seconds to import, and a wrong flag
     # never waits for them.
     from vgrout.report import judge, load, page, rollouts, tables
