@@ -87,6 +87,12 @@ def test_a_function_is_that_of_the_file_that_is_hashed(write):
     assert import_function("mine_edited:f", "--reward") is first, "unedited, it is what it was"
 
 
+def test_a_function_that_a_package_hands_on_is_hashed_where_it_was_written(write):
+    write("its_package.__init__", "from its_package.functions import f\n")
+    file = write("its_package.functions", F.format(0.5))
+    assert score("its_package:f") == (0.5, file_sha256(file))
+
+
 def test_a_module_that_the_user_imported_before_it_was_edited(write):
     write("its_helper", "G = 0.25\n")
     sys.path.append(".")

@@ -62,6 +62,10 @@ def test_the_last_word_of_a_reply_about_a_rewarded_answer_decides():
         ("<think>yes?</think> no 👍", "no"),
         ("", ""),
         ("1. 2. 3.", ""),
+        ("I cannot answer with a simple yes or no.", ""),
+        ("Neither yes nor no.", ""),
+        ("yes/no", ""),
+        ("Yes or no: no", "no"),
     ],
 )
 def test_the_last_word(text, word):

@@ -40,10 +40,10 @@ from vgrout.ground.io import (
 )
 from vgrout.ground.ranks import RankLost
 from vgrout.ground.records import unfinished
+from vgrout.ground.scoring import source_of
 from vgrout.model.load import load
 from vgrout.runs import checkpoint, run_dir
 from vgrout.runs.context import RunContext, git
-from vgrout.runs.inputs import source_of
 from vgrout.runs.launch import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.run_dir import RunDir, last_resumable, steps_on_disk
 from vgrout.runs.tracking import Trackers

@@ -70,6 +70,7 @@ TWICE = [  # one flag in two spellings
     (NONE + "unbiased = true\nno-unbiased = true\n", "[[arms]] 1", "unbiased"),
     (NONE + 'no_unbiased = true\n"--unbiased" = [true, false]\n', "[[arms]] 1", "unbiased"),
     ("[common]\nmax_new = 16\nmax-new = 64\n" + NONE, "common", "max-new"),
+    (NONE + "lr = 0.01\nlearning_rate = 0.001\n", "[[arms]] 1", "lr"),
     (
         NONE + "[[overrides]]\nname = 'x'\nmax_new = [1, 2]\nmax-new = 4\n",
         "[[overrides]] 1 (x)",

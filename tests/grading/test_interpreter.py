@@ -94,6 +94,7 @@ WORKS = {
     "    resource.setrlimit(which, resource.getrlimit(which))",
     "how much it has used": "import resource\nsum(range(10**6))\n"
     "used = resource.getrusage(resource.RUSAGE_SELF)\nassert used.ru_utime >= 0 and len(used) == 16",
+    "the user's locale": "import locale\nlocale.setlocale(locale.LC_ALL, '')",
     "folders": "import os\nos.makedirs('a/b/c')\nopen('a/b/c/x', 'w').write('1')\nassert os.listdir('a/b') == ['c']\n"
     "os.rename('a/b/c/x', 'a/x')\nos.rmdir('a/b/c')\nassert open('a/x').read() == '1'",
     "a temporary folder": "import os, tempfile\nwith tempfile.TemporaryDirectory(dir='.') as d:\n"

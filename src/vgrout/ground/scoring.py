@@ -275,6 +275,15 @@ def import_function(name: str, flag: str, form: str = "module:function") -> Call
     return function
 
 
+def source_of(own: object) -> Path | None:
+    """The file that a class or a function was written in; None: there is none, as in a notebook."""
+    try:
+        file = inspect.getsourcefile(own)  # ty: ignore[invalid-argument-type]
+    except (OSError, TypeError):
+        return None
+    return Path(file) if file and Path(file).is_file() else None
+
+
 def rounded_to(number: float, marks: Iterable[float]) -> float:
     """The mark that a score is meant to be: a weighted sum of full marks may miss them by a rounding."""
     for mark in marks:
@@ -376,7 +385,10 @@ class ScoringFunction(Scorer[float]):
         self._function = import_function(name, flag)
         try:
             parameters = inspect.signature(self._function).parameters.values()
-            self.file = Path(str(sys.modules[name.partition(":")[0]].__file__))
+            # a package may hand on what another of its files defines
+            written = source_of(inspect.unwrap(self._function))
+            module = sys.modules[name.partition(":")[0]]
+            self.file = written if written and is_own(str(written)) else Path(str(module.__file__))
             # a resume sees by the hash whether it has changed
             self.sha256 = hashlib.sha256(self.file.read_bytes()).hexdigest()
         except (TypeError, ValueError, AttributeError, OSError) as e:

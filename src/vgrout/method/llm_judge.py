@@ -72,8 +72,14 @@ class Verdict:
         )
 
 
+# "I cannot say yes or no", or the question's own words again
+DECLINED = re.compile(r"\b(yes|no)(\W+n?or\W+|\s*/\s*)(yes|no)\W*$", re.IGNORECASE)
+
+
 def last_word(text: str) -> str:
-    """The last word of a reply, in small letters; "" where it has none."""
+    """The last word of a reply, in small letters; "" where it has none, or ends with both verdicts."""
+    if DECLINED.search(text):
+        return ""
     words = re.findall(r"[^\W\d_]+", text)
     return words[-1].lower() if words else ""
 

@@ -1,6 +1,5 @@
 """A run's files, read and checked before a model is loaded, with the hashes that a resume compares."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from vgrout.envs.base import Environment, Grader, Splits, require_recordable, sp
 from vgrout.envs.worlds import environment_class
 from vgrout.ground.data import Task
 from vgrout.ground.io import Refused, hash_if_there, hash_of_files, hash_of_folder, once
-from vgrout.ground.scoring import import_function, scorer
+from vgrout.ground.scoring import import_function, scorer, source_of
 from vgrout.model.load.source import (
     find_shapes,
     looks_like_path,
@@ -339,15 +338,6 @@ def _hash_of_model(given: str) -> str | None:
         parts += Path(given).glob(name)
     is_small = sum(part.stat().st_size for part in parts) <= MODEL_BYTES
     return hash_of_files(parts) if parts and is_small else None
-
-
-def source_of(own: object) -> Path | None:
-    """The file that a class was written in; None: there is none, as in a notebook."""
-    try:
-        file = inspect.getsourcefile(own)  # ty: ignore[invalid-argument-type]
-    except (OSError, TypeError):
-        return None
-    return Path(file) if file and Path(file).is_file() else None
 
 
 def hash_of_class(given: str) -> str | None:

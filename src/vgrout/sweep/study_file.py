@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.config.checks import NotRead, flag, rule_of
+from vgrout.config.cli import TRAIN, same
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config, settings_sha256
@@ -279,6 +280,8 @@ def _flags(table: FlagTable, where: str) -> FlagTable:
         name = key.removeprefix("--").replace("_", "-")
         if name.startswith("no-") and isinstance(value, bool):
             name, value = name.removeprefix("no-"), not value
+        if same(ours := TRAIN.get(f"--{name}", "")):  # another trainer's name for it
+            name = ours.removeprefix("--")
         refuse(name in flags, f"{where}: {name} is set twice; leave it out once")
         flags[name] = value
     return flags

@@ -34,7 +34,7 @@ CLEAN_ENV = {
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONUTF8": "1",
-    "LC_ALL": "C.UTF-8",
+    "LC_ALL": "C",  # that of UTF-8 has files, which the sandbox lacks; text is UTF-8 all the same
     "TZ": "UTC",
     "PATH": "/usr/bin:/bin",
 }
