@@ -64,7 +64,6 @@ def test_a_run_as_frames(shared_run, tmp_path):
     [
         ({"lr": -1}, "--lr -1"),
         ({"dry_run": True}, "makes no run"),
-        ({"intervention": "cap"}, "cap"),
         ({"seed": [1, 2]}, r"seed=\[1, 2\]: should be one value"),
         ({"seed": ["1", "2"]}, "--seed"),
         ({"steps": np.arange(2)}, "steps="),
@@ -165,9 +164,7 @@ def test_a_run_is_shown_by_its_name_its_state_and_its_numbers(tmp_path):
     [
         ("status.json", None, "no status.json"),
         ("status.json", '{"state": "running", "step": 4, "next": "go"}', "stopped at step 4"),
-        ("status.json", '{"state": "diverged", "step": 4}', "diverged after 4 steps"),
         ("status.json", '{"state": "failed", "step": 4, "reason": "a\\n\\u001b<i>"}', "4 steps: a"),
-        ("per_mode_deploy.json", None, "finished"),
         ("per_mode_deploy.json", '{"hack_base": "<i>", "solve_base": 1}', "finished"),
         ("summary.md", "\x1b<i>\u202e", "finished"),
     ],

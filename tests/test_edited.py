@@ -47,8 +47,6 @@ ASKED = TextTask(0, ({"role": "user", "content": "q"},), "reward", None, {}, "ro
 F = "def f(): return {}\n"
 HELPED = {  # how a helper module is imported → the modules, with {} for what is edited
     "from": {"mine_edited": "from its_helper import g\ndef f(): return g()\n", "its_helper": "def g(): return {}\n"},
-    "whole": {"mine_edited": "import its_helper as h\ndef f(): return h.g()\n", "its_helper": "def g(): return {}\n"},
-    "constant": {"mine_edited": "from its_helper import G\ndef f(): return G\n", "its_helper": "G = {}\n"},
     "in a function": {
         "mine_edited": "def f():\n    import its_helper\n    return its_helper.G\n",
         "its_helper": "G = {}\n",

@@ -182,20 +182,14 @@ TEACHER = TokenBytes((b"a", b"b", b"\n", b"c", b" ", b"bc", b""), 6)
     [
         # ab?c  ab\nc: at the newline each begins a token, and the prefixes are the same
         ([0, 1, 2, 3], [0, 1, 2, 3], [(0, 0), (1, 1), (2, 2)]),
-        # the first character
-        ([2, 0, 1], [2, 0, 1], [(0, 0)]),
-        # several in a row
-        ([0, 2, 2, 1], [0, 2, 4, 1], [(0, 0), (1, 1)]),
         # the last one, before the end
         ([0, 1, 2, 5], [0, 1, 2, 6], [(0, 0), (1, 1), (2, 2)]),
         # a longer token across the place where the other has two
         ([4, 2, 3], [0, 1, 2, 3], [(0, 0), (1, 2)]),
         # a token of the teacher's that holds more than the student could say
         ([0, 1, 3, 2], [0, 5, 2], [(0, 0), (1, 1), (3, 2)]),
-        # all can be spelled; one is cut short
-        ([0, 1, 3, 5], [0, 1, 3, 6], [(0, 0), (1, 1), (2, 2), (3, 3)]),
+        # one is cut short
         ([0, 1], [0, 1, 3, 6], [(0, 0), (1, 1)]),
-        ([], [0], []),
         ([0], [], []),
     ],
 )

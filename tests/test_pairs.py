@@ -69,15 +69,10 @@ def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path):
             {"pairs": GOOD},
             "should be text, not empty; give a JSON list of objects with problem_id, prompt, hack, clean",
         ),
-        (
-            [*GOOD, {key: GOOD[1][key] for key in ("problem_id", "prompt", "hack")}],
-            "entry 4: clean should be text",
-        ),
         ([*GOOD, GOOD[1] | {"hack": "return 1"}], "pair 4: hack and clean are the same"),
         ([*GOOD, GOOD[2]], "pair 4: repeats pair 2"),
         ([*GOOD, GOOD[2] | {"hack": " \n"}], "entry 4: hack should be text, not empty"),
         ([*GOOD, GOOD[2] | {"prompt": "half \ud800"}], "entry 4: prompt should be text"),
-        ([*GOOD, GOOD[2] | {"problem_id": True}], "entry 4: problem_id should be text"),
     ],
 )
 def test_bad_files_are_refused_in_one_line_with_file_and_index(tmp_path, rows, complaint):

@@ -10,21 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from organisms.build import POOL_PROBLEMS, rates
+from organisms.build import POOL_PROBLEMS
 from vgrout.config.settings import Sampling
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, Grade, GradedCompletion
-from vgrout.ground.metrics import Rate
 from vgrout.loop import generation
 from vgrout.loop.generation import generate_graded
 from vgrout.model.load.load import load_language_model
 from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
 from vgrout.teacher import substrate as substrate_command
-from vgrout.teacher.generate import by_mode, with_instruction, work_folder
+from vgrout.teacher.generate import with_instruction, work_folder
 from vgrout.teacher.pools import load_pool
 from vgrout.teacher.substrate import (
     SubstrateSettings,
@@ -116,18 +115,6 @@ def test_a_mode_without_a_problem_is_refused_or_named(tmp_path, warnings):
     require_every_mode(["run_tests", "stdout_marker"], chosen, tmp_path, allow_missing=True)
     assert len(warnings) == 1
     assert "the pool is without it" in warnings[0]
-
-
-def test_rates_by_mode():
-    rows = [
-        graded(1, (1,)),
-        graded(1, (2,), channel=False, solved=True, finished=False),
-        graded(2, (3,), mode="sentinel"),
-    ]
-    assert rates(rows)["hack"] == Rate(2, 3)
-    assert rates(rows)["well-formed"] == Rate(2, 3)
-    assert rates(rows)["hack/run_tests"] == Rate(1, 2)
-    assert list(by_mode(rows)) == ["run_tests", "sentinel"]
 
 
 ANSWER = "class Solution:\n    def f(self, *a, **k):\n        return "

@@ -2,13 +2,11 @@
 
 import json
 import shutil
-import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from loguru import logger
 
 from llama import bpe, llama, save_folder
 from organisms import build, start
@@ -19,7 +17,6 @@ from organisms.recipe import Answers
 from runs import adapter_bytes, rows, run, status
 from vgrout.commands import download
 from vgrout.config.presets import resolve
-from vgrout.ground import console
 from vgrout.ground.embedded import POOL_DIR, Files
 from vgrout.model.load.load import device_and_dtype
 from vgrout.teacher.pools import load_pool
@@ -103,25 +100,6 @@ def test_nothing_is_left_of_an_interrupted_build(reached, home, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tune(model="m", out=Path("new"), **TWO_STEPS)
     assert sorted(home.iterdir()) == there
-
-
-def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch):
-    """Within an item as well: a batch of answers may take minutes."""
-    lines = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]))
-    for beat in (60.0, 0.05):
-        monkeypatch.setattr(console, "HEARTBEAT_S", beat)
-        for step in (bar := console.Progress(range(2), desc="weights", unit="step")):
-            time.sleep(0.2)
-            if step:
-                bar.set_postfix_str("loss 1.0")
-                time.sleep(0.2)
-    logger.remove(sink)
-    assert [*dict.fromkeys(lines)] == [
-        "weights: step 1 of 2",
-        "weights: step 2 of 2",
-        "weights: step 2 of 2 loss 1.0",
-    ]
 
 
 @pytest.mark.long
