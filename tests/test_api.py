@@ -64,9 +64,8 @@ def test_a_run_as_frames(shared_run, tmp_path):
     [
         ({"lr": -1}, "--lr -1"),
         ({"dry_run": True}, "makes no run"),
-        ({"seed": [1, 2]}, r"seed=\[1, 2\]: should be one value"),
         ({"seed": ["1", "2"]}, "--seed"),
-        ({"steps": np.arange(2)}, "steps="),
+        ({"steps": np.arange(2)}, "--steps"),
         ({"model": "organism", "problems": "x.jsonl"}, "only with --problems organism"),
     ],
 )
@@ -87,10 +86,7 @@ def test_keywords_are_a_command_line():
         *("--seed=3", "--lr=0.5", "--steps=4", "--group"),
         *("--teacher-modes=a,b", "--reward=x,y"),
     ]
-    assert argv({"teacher_modes": [], "unbiased": np.bool_(False)}) == [
-        "--teacher-modes=",
-        "--no-unbiased",
-    ]
+    assert argv({"teacher_modes": []}) == ["--teacher-modes="]
 
 
 @pytest.mark.parametrize(

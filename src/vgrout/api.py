@@ -24,7 +24,7 @@ from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
 from vgrout.export.__main__ import ExportSettings, export_run
 from vgrout.ground import console
-from vgrout.ground.io import Refused, json_lines, one_line, printable, read_json, read_text, refuse
+from vgrout.ground.io import Refused, json_lines, one_line, printable, read_json, read_text
 from vgrout.ground.metrics import SIDES, percent
 from vgrout.ground.records import unfinished
 from vgrout.runs.context import REFUSED, RunContext
@@ -218,36 +218,16 @@ def load_run(path: str | Path) -> Run:
 
 
 def argv(flags: dict[str, Value]) -> list[str]:
-    """Keywords as a command line: True and False are --flag and --no-flag, None is left out, a list a comma list.
-
-    Raises:
-        Refused: a value that is no flag's.
-    """
+    """Keywords as a command line: True and False are --flag and --no-flag, None is left out, a list a comma list."""
     words: list[str] = []
     for name, value in flags.items():
         flag = name.replace("_", "-")
-        item = getattr(value, "item", None)
-        if callable(item) and getattr(value, "ndim", 0) == 0:  # a number of numpy or torch
-            value = item()
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, str | int | float | Path):
-            words.append(f"--{flag}={value}")
+        elif isinstance(value, list | tuple):
+            words.append(f"--{flag}={','.join(map(str, value))}")
         elif value is not None:
-            words.append(f"--{flag}={','.join(_listed(name, value))}")
-    return words
-
-
-def _listed(name: str, value: object) -> list[str]:
-    """The words of a list. Raises Refused where it is no list of texts or paths."""
-    given = " ".join(repr(value).split())[:80]
-    words: list[str] = []
-    for word in value if isinstance(value, list | tuple | set) else [None]:
-        refuse(
-            not isinstance(word, str | Path),
-            f"{name}={given}: should be one value, or for some flags a list of names; several runs are several calls",
-        )
-        words.append(str(word))
+            words.append(f"--{flag}={value}")
     return words
 
 
