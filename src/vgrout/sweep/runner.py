@@ -6,7 +6,6 @@ first starts), `runs.json` (an entry per run: name, arm, seed, flags, run direct
 run that another study made is not made again.
 """
 
-import os
 import shlex
 import time
 from collections import Counter
@@ -22,8 +21,6 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout.config.checks import check, setting
-from vgrout.config.run import Config
-from vgrout.config.settings import OptConfig
 from vgrout.ground.io import (
     Refused,
     held,
@@ -67,8 +64,6 @@ class SweepSettings:
     """Where runs are started: processes on this machine · a pueue queue."""
     trust_code: bool = False
     """Import the functions and classes that the study names."""
-    replan: bool = False
-    """Continue although the study file is no longer the planned one; the old plan is kept beside the new one."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -176,21 +171,19 @@ class Sweep:
         return (
             f"{self.study.path}: not the file that {path} was made from "
             f"({len(now - before)} runs more, {len(before - now)} less); "
-            "give the study another name, or add --replan"
+            "give the study another name, or move that plan away"
         )
 
-    def freeze(self, replan: bool) -> None:
+    def freeze(self) -> None:
         """Write plan.json, or compare the study with it.
 
         Raises:
-            Refused: they differ, and the study may not be planned anew.
+            Refused: they differ.
         """
         path = self.folder / "plan.json"
-        why = self.edited()
-        if why:
-            refuse(not replan, why)
-            os.replace(path, self.folder / f"plan.{read_json(path)['sha256'][:10]}.json")
-        elif path.is_file():
+        if path.is_file():
+            why = self.edited()
+            refuse(bool(why), why)
             return
         runs = [{**run.as_json(), "identity": run.identity} for run in self.study.runs]
         plan = {
@@ -337,21 +330,16 @@ def _hashes_by_arm(
         Refused: as `Sweep.of`.
     """
     files: dict[str, Mapping[str, str | None]] = {}
-    # by what decides on the files: their hashes, and which of them are missing
-    checked: dict[Config, tuple[Mapping[str, str | None], tuple[str, ...]]] = {}
     for run in study.runs:
         if run.arm in files:
             continue
         cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run))
-        key = replace(cfg, opt=OptConfig())
         try:
-            if key not in checked:
-                inputs = preflight(cfg)
-                checked[key] = file_hashes(cfg, inputs), inputs.absent
+            inputs = preflight(cfg)
+            files[run.arm] = file_hashes(cfg, inputs)
         except Refused as e:
             raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
-        files[run.arm], absent = checked[key]
-        for line in absent:
+        for line in inputs.absent:
             missing.setdefault(line, []).append(run.arm)
     return files
 
@@ -380,14 +368,14 @@ def run_study(settings: SweepSettings) -> int:
             slots += f", on a GPU each of {', '.join(gpus)}"
         print("\n".join(sweep.plan(slots)))
         edited = sweep.edited()
-        if edited and not settings.replan:
+        if edited:
             print(edited)
         return REFUSED if sweep.missing else FINISHED
     # a client that is not there is refused before anything is written
     queue = Pueue(gpus) if settings.via == "pueue" else None
     make_folder(logs)
     with hold(sweep.folder, "sweep"):
-        sweep.freeze(settings.replan)
+        sweep.freeze()
         for line in (*study.left_out, *sweep.warnings()):
             logger.info(line)
         sweep.write()
