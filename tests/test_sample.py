@@ -6,8 +6,7 @@ import shutil
 import pytest
 
 from runs import flags
-from vgrout.commands.evaluate import environment_of, find_prompt, sample
-from vgrout.ground.io import json_lines
+from vgrout.commands.evaluate import sample
 from vgrout.model.load.saved import find_adapter
 
 pytestmark = pytest.mark.long
@@ -48,22 +47,6 @@ def test_a_problem_of_the_run_is_graded(done, capsys):
     assert capsys.readouterr().out == output, "the same seed, the same answers"
     assert sample([str(done), "17", "--samples=2", "--seed=9"]) == 0
     assert capsys.readouterr().out != output
-
-
-def test_a_problem_is_found_by_its_words_and_its_number(done):
-    saved = find_adapter(done)
-    environment = environment_of(saved.cfg, saved, trusted=False)
-
-    def find(given):
-        return find_prompt(environment, saved, given)
-
-    by_id = find("17")
-    assert by_id.problem is not None
-    words = by_id.messages[-1]["content"]
-    assert find(words) == by_id
-    (answer, *_) = json_lines(done / "final.jsonl")
-    assert find(str(answer["problem_id"])).split == "test"
-    assert find(words + " Please.").problem is None
 
 
 def test_any_text_is_answered_without_a_grade(done, capsys):

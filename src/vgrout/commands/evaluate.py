@@ -1,7 +1,7 @@
 """A run's models, asked about held-out problems (`vgrout evaluate RUN`) or one prompt (`vgrout sample RUN PROMPT`).
 
 A saved adapter is the deployed model; without further flags the numbers of `evaluate` are those of the run's final
-evaluation. The prompt of `sample` is a text, or a problem of the run: its number, or its own words.
+evaluation. The prompt of `sample` is a text, or the number of a problem of the run.
 """
 
 import hashlib
@@ -96,8 +96,7 @@ class SampleSettings:
     run: Annotated[Path, tyro.conf.Positional]
     """Run directory."""
     prompt: Annotated[str, tyro.conf.Positional]
-    """A text, or a problem of the run, by its number or its own words; the answers to a problem are
-    graded."""
+    """A text, or the number of a problem of the run, answers to which are graded."""
     samples: int = setting(1, low=1, high=1000)
     """Answers of each model."""
     seed: int | None = setting(None, low=0)
@@ -105,8 +104,7 @@ class SampleSettings:
     model: str | None = None
     """Where the base model lies, if not where the run had it."""
     trust_code: bool = False
-    """Import the functions, or the environment, that the run's files name. Without it the problems of such a run are
-    not known: every prompt is a text."""
+    """Import the functions, or the environment, that the run's files name: those of its problems."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
@@ -335,39 +333,24 @@ def sample_saved(cli: SampleSettings) -> None:
     prompt = cli.prompt.strip()
     asked = Asked(({"role": "user", "content": prompt},))
     grading: AbstractContextManager[Grader | None] = nullcontext()
-    if cli.trust_code or not cfg.env.code or prompt.isdecimal():
+    if prompt.isdecimal():
         environment = environment_of(cfg, saved, cli.trust_code)
-        asked = find_prompt(environment, saved, prompt)
-        if asked.problem is not None:
-            grading = environment.grader(1, cfg.run.max_error_retries)
+        asked = find_problem(environment, saved, int(prompt))
+        grading = environment.grader(1, cfg.run.max_error_retries)
     with grading as grader:
         _print_answers(saved, cfg, asked, cli.samples, grader)
 
 
-def find_prompt(environment: Environment, saved: Saved, given: str) -> Asked:
-    """Find the problem of a run that is meant by a number or by its own words; a text is taken as it is.
-
-    Raises:
-        Refused: one line: there is no problem of this number.
-    """
+def find_problem(environment: Environment, saved: Saved, number: int) -> Asked:
+    """The problem of a run that has this number. Raises Refused, one line, where none has."""
     by_id: dict[int, Asked] = {}
     for split, tasks in tasks_of(environment, saved).items():
         for task in tasks if split != "all" else ():
             by_id[task.id] = Asked(task.messages, task, split)
-    if given.isdecimal():
-        found = by_id.get(int(given))
-        if found is None:
-            there = f"{min(by_id)} to {max(by_id)}" if by_id else "none"
-            raise Refused(f"{given}: no problem of {saved.path.parent} has this number; {there}")
-        return found
-    for asked in by_id.values():
-        if given in (asked.messages[-1]["content"].strip(), _as_text(asked.messages).strip()):
-            return asked
-    return Asked(({"role": "user", "content": given},))
-
-
-def _as_text(messages: Sequence[Message]) -> str:
-    return "\n".join(message["content"] for message in messages)
+    if number not in by_id:
+        there = f"{min(by_id)} to {max(by_id)}" if by_id else "none"
+        raise Refused(f"{number}: no problem of {saved.path.parent} has this number; {there}")
+    return by_id[number]
 
 
 def _print_answers(
@@ -384,7 +367,8 @@ def _print_answers(
     print(f"{cfg.run_id} after {saved.step} steps")
     if asked.problem is not None:
         print(f"problem {asked.problem.id} ({asked.split}), flaw {asked.problem.flaws[0]}")
-    print(f"\n{printable(_as_text(asked.messages))}")
+    text = "\n".join(message["content"] for message in asked.messages)
+    print(f"\n{printable(text)}")
     sides: list[Side] = ["base", "deployed"]
     why = ""
     if saved.cfg.method.routes:
