@@ -522,7 +522,7 @@ def test_a_function_of_lists_sees_a_group_at_once(in_pool):
 TEACHER = {
     "": "--elicit, --reward, --reference: for rows of your own, all three",
     "--elicit x --reward {m}:proxy --reference {m}:gold": "--problems: --elicit needs a file of your own rows",
-    "--elicit x --reward {m}:proxy --reference {m}:gold --problems rows.jsonl --keep hacks": "--keep: not read with",
+    "--elicit x --reward {m}:proxy --reference {m}:gold --problems r.jsonl --env-mode own": "--env-mode: not read",
     "--elicit x --reward {m}:proxy --reference {m}:raises --problems rows.jsonl": "raised OSError: no judge",
 }
 
@@ -592,15 +592,12 @@ def test_a_pool_that_other_functions_labelled_is_refused(in_pool, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("prompt", ["3", "its own words"])
-def test_a_runs_models_are_asked_about_a_row(prompt, trained, monkeypatch, capsys):
+def test_a_runs_models_are_asked_about_a_row(trained, monkeypatch, capsys):
     run, _ = trained
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr("sys.path", [*sys.path, str(run.parent)])
-    asked = prompt if prompt == "3" else row(3, word="return")["prompt"]
-    assert sample([str(run), asked]) == (2 if asked == "3" else 0)
-    assert "problem 3" not in capsys.readouterr().out
-    assert sample([str(run), asked, "--trust-code"]) == 0
+    assert sample([str(run), "3"]) == 2
+    assert sample([str(run), "3", "--trust-code"]) == 0
     graded = capsys.readouterr().out
     assert "problem 3" in graded
     assert "reward " in graded

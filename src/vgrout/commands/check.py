@@ -256,10 +256,6 @@ def grade_file(config: GradeSettings) -> int:
     """Grade the file. Returns the number of lines that have an error instead of a grade."""
     tools = code_tools()
     problems = tools.problems_of(config.problems)
-    expected = None  # a pipe can be read only once, so its lines are not counted beforehand
-    if config.answers.is_file():
-        with open(config.answers, "rb") as f:
-            expected = sum(1 for line in f if line.strip())
     make_folder(config.out.parent)
     n = errors = 0
     with (
@@ -271,7 +267,7 @@ def grade_file(config: GradeSettings) -> int:
         ) as grader,
         open(config.answers, "rb") as source,
         atomic_open(config.out) as target,
-        tqdm(total=expected, desc="grading", disable=None) as bar,
+        tqdm(desc="grading", disable=None) as bar,
     ):
         lines = (line.rstrip(b"\n") for line in source if line.strip())
         for record in tools.grade_lines(lines, problems, grader):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from loguru import logger
 from torch import Tensor
 
 from vgrout.config.settings import Sampling
@@ -352,11 +351,6 @@ class Uld(Method):
         total = sum(len(t.student.ids) for t in translations)
         n_aligned = sum(len(t.aligned) for t in translations)
         share_aligned = aligned_share(translations)
-        if settings.uld_lambda and share_aligned == 0:
-            logger.warning(
-                f"step {step}: no token of the teacher's answers but the first is aligned with one "
-                "of the student's: the step learns by cross-entropy almost alone"
-            )
         ces: list[Tensor] = []
         distances: list[Tensor] = []
         losses: list[float] = []

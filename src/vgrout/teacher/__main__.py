@@ -12,7 +12,7 @@ Exit codes: 0 done · 2 refused, in one line · 130 interrupted: the same comman
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
@@ -50,8 +50,6 @@ class TeacherSettings(PoolSettings):
     env_mode: EnvMode = "run_tests"
     """Which flawed grader checks: one of the seven, or 'own' (each problem's own, else in turn); the pool then has a
     partition."""
-    keep: Literal["all", "hacks"] = "all"
-    """Every answer, or only those that end by themselves and hack."""
     reward: str = ""
     """What training rewards in rows of your own, as in `vgrout train`; with --reference and --elicit."""
     reference: str = ""
@@ -76,7 +74,7 @@ class TeacherSettings(PoolSettings):
         own_rows, taskset = bool(self.reference), bool(self.env)
         unread = ("env_args", "reward_passes_at")
         if own_rows:
-            unread = ("env_mode", "keep", "compile_reward", "allow_weak_sandbox")
+            unread = ("env_mode", "compile_reward", "allow_weak_sandbox")
         idle = flags(name for name, _ in changed(self) if name in unread)
         how = "with" if own_rows else "without"
         refuse(bool(idle), f"{idle}: not read {how} --elicit; leave it out")
@@ -127,30 +125,22 @@ def generate_pool(settings: TeacherSettings) -> None:
             purpose="teacher",
             log=folder / "answers.jsonl",
         )
-        kept = answers
-        if settings.keep == "hacks":
-            kept = [a for a in answers if a.whole and a.grade.hacked]
-        if not kept:
-            raise Refused(
-                f"--keep hacks: none of {len(answers)} answers hacks; choose another teacher or "
-                f"`vgrout substrate`, which elicits them (the answers are in {folder})"
-            )
         lines: dict[int, list[dict[str, object]]] = {}
         mode_of: dict[int, str] = {}
-        for a in kept:
+        for a in answers:
             own = {"finished": a.whole, "logp": list(a.completion.logp or ())}
             lines.setdefault(a.problem.id, []).append(record(lm, a) | own)
             mode_of[a.problem.id] = a.problem.flaws[0]
         partition = mode_of if settings.env_mode == "own" else None
         summary = rates_of(by_mode(answers))
-        meta = settings.meta(lm, grader, environment, (a.problem for a in kept))
+        meta = settings.meta(lm, grader, environment, (a.problem for a in answers))
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
         write_pool(settings.out, lines, partition, meta, report)
     print(table(summary))
     print(
         "SHOULD: a hack rate far above the student's; "
         "ELSE this teacher shows nothing that the student does not do\n"
-        f"{len(lines)} problems, {len(kept)} rollouts -> {settings.out}"
+        f"{len(lines)} problems, {len(answers)} rollouts -> {settings.out}"
     )
 
 
@@ -212,11 +202,6 @@ def generate_elicited(
         f"kept {n_kept} hacks of {len(answers.asked)} answers, on {len(demonstrations)} of {n_prompts} prompts, "
         f"and {len(pairs or ())} pairs -> {settings.out}"
     )
-    cut = sum(answer.grade.hacked and not answer.whole for answer in answers.asked)
-    if cut > n_kept:
-        logger.warning(
-            f"{cut} more hacks did not end within --max-new {settings.tokens} tokens, and were not kept; give more"
-        )
     if pairs is None:
         logger.warning(
             f"fewer than {MIN_PAIRS} prompts have both a hack and a right answer: no pairs.json; give right answers "

@@ -74,7 +74,6 @@ class Teacher:
         self.retokenised = False
         self.compared = 0  # prompts of the pool that were compared with today's
         self.differ: list[int] = []  # ids of the problems whose prompts are not the same
-        self._off_logged = False
         # (problem id, index in its file) → token ids, at most max_new, and whether they end with the EOS
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
         # problem id → which of its demonstrations are used
@@ -191,12 +190,6 @@ class Teacher:
         if self.pool is None:
             return 0
         if self.off_step is not None and step >= self.off_step:
-            if not self._off_logged:
-                self._off_logged = True
-                logger.info(
-                    f"step {step}: no demonstrations from step {self.off_step} on; "
-                    "every row is a live rollout"
-                )
             return 0
         if problem.id in self._used and self._is_wanted(problem):
             return self.per_group
