@@ -18,12 +18,11 @@ import vgrout.__main__
 from vgrout.config.checks import check, flag, rule_of, setting
 from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve
 from vgrout.config.run import GROUPS, Config, from_dict
-from vgrout.config.settings import LOSSES, LossName, Sampling
+from vgrout.config.settings import LOSSES, Sampling
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.ground import embedded
 from vgrout.ground.io import Refused
-from vgrout.loop import losses
 from vgrout.model.load import source
 from vgrout.runs.plan import first_lines, method_lines, preflight
 
@@ -394,11 +393,6 @@ def test_a_value_below_its_bound_is_refused():
         if low is not None:
             with pytest.raises(Refused, match=rf"\A{flag(name)} {low - 1}: should "):
                 check_with(getattr(Config(), group), **{name: low - 1})
-
-
-def test_losses_are_what_their_registries_say():
-    assert get_args(LossName) == tuple(LOSSES)
-    assert set(LOSSES) == set(losses.LOSSES)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from loguru import logger
 
-from runs import adapter_bytes, once, only_run, rows, run, status, until
+from runs import adapter_bytes, once, only_run, rows, run, status
 from test_train import start, wait_for_steps
 from vgrout.config.presets import resolve
 from vgrout.config.run import settings_sha256
@@ -431,19 +431,6 @@ def test_small_disk_is_refused(stopped, small_disk, monkeypatch, capsys):
     assert "free some space, or move the run to another disk" in output
 
 
-@pytest.mark.slow
-def test_vanished_folder(tmp_path):
-    process = start(tmp_path, *bare("none", steps=300))
-    # at once for the run
-    path = wait_for_steps(tmp_path, 2, process)
-    shutil.rmtree(path.rename(tmp_path / "gone"))
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 1, output
-    assert "Traceback" not in output
-    assert f"{path} is gone: deleted or renamed" in output
-    assert "--resume" not in output.rpartition("is gone")[2]
-
-
 @pytest.mark.long
 def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(tmp_path, capsys, monkeypatch):
     """Without demonstrations, and before the weak detector has flagged an answer, the gate has nothing to route."""
@@ -670,26 +657,6 @@ def test_a_hangup_that_is_ignored_stays_ignored():
             assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.slow
-def test_second_interrupt_stops_at_once(tmp_path):
-    """In the middle of an endless step; the last checkpoint stands."""
-    code = "import time; from vgrout.loop import rollout; real = rollout.rollout\n"
-    code += "rollout.rollout = lambda *a, **k: time.sleep(9999) if a[5] == 2 else real(*a, **k)\n"
-    code += f"import sys; from vgrout import train; sys.exit(train.main({bare('none')!r}))"
-    process = start(tmp_path, code=["-c", code])
-    path = wait_for_steps(tmp_path, 2, process)
-    until(lambda: any(p.name.endswith("2") for p in checkpoint.complete(path)))
-    process.send_signal(signal.SIGINT)
-    (log,) = tmp_path.glob("logs/*")
-    until(lambda: "SIGINT: finishing this step" in log.read_text())
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 130, output
-    assert (status(path)["state"], status(path)["step"]) == ("interrupted", 2)
-    assert "stopped at once; the last checkpoint stands" in output
-    assert latest(path).next_step == 2
 
 
 @pytest.mark.slow

@@ -327,16 +327,6 @@ def test_eos_is_trained_where_pad_is_eos(loss):
     assert relative(with_eos[0], want) <= 2e-5
 
 
-def test_collate_masks_by_length_and_points_one_before(policy):
-    batch = collate([(5, 6, 7), (8,)], [(1, 1), (9, 1, 1, 1)], policy.device)
-    assert batch.ids.tolist() == [[5, 6, 7, 1, 1], [8, 9, 1, 1, 1]]
-    assert batch.mask.tolist() == [[True, True, False, False], [True] * 4]
-    assert batch.at[batch.mask].tolist() == [2, 3, 0, 1, 2, 3]
-    for prompts, completions in (([()], [(1,)]), ([(1,)], [()])):
-        with pytest.raises(AssertionError, match="empty"):
-            collate(prompts, completions, policy.device)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen2-bias"])
 def test_log_probs_are_the_models_own_row_by_row(family):
     policy = tiny.policy(family)

@@ -78,15 +78,6 @@ def test_prepare_builds_what_a_study_starts_from_once(study, tmp_path):
     assert not calls or (tmp_path / "calls").read_text() == calls
 
 
-def test_warm_refuses_a_folder_that_exists(tmp_path):
-    assert prepare(tmp_path, "warm", "50", "out/warm", "src/vgrout/organism/data").returncode == 0
-    again = prepare(tmp_path, "warm", "40", "out/warm", "src/vgrout/organism/data")
-    assert (again.returncode, again.stderr) == (
-        1,
-        "warm: out/warm is there already; move it away to make it again\n",
-    )
-
-
 def test_every_recipe_in_the_documents_exists():
     lines = (ROOT / "justfile").read_text(encoding="utf-8").splitlines()
     recipes = {
@@ -216,20 +207,6 @@ def test_a_pretrained_model_goes_from_download_to_report(preset, made, after, ch
     from_nothing = calls()
     assert from_nothing[:4] == ["download smollm2", made, *trained]
     assert [line.split()[0] for line in from_nothing[4:]] == after
-
-
-@pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
-def test_the_pairs_are_written_once(checkout):
-    pairs = checkout / "out" / "pairsets" / "prog_wide.json"
-    refused = just(checkout, "pairs-file")
-    assert refused.returncode == 1
-    assert "is there already" in refused.stderr
-    pairs.unlink()
-    assert just(checkout, "pairs-file").returncode == 0
-    assert len(json.loads(pairs.read_text())) > 1
-    pairs.unlink()
-    pairs.symlink_to(checkout / "nowhere")
-    assert just(checkout, "pairs-file").returncode == 1
 
 
 @pytest.mark.skipif(not JUST.exists(), reason="just is not installed")

@@ -1,7 +1,6 @@
 """`python -m vgrout.report`: the folder it writes, and what it refuses."""
 
 import csv
-import json
 import re
 import runpy
 import subprocess
@@ -13,11 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from fake_runs import fake_run
-from runs import flags, run
 from vgrout.config.run import PLACEBOS
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.report.__main__ import main
-from vgrout.report.load import load
 
 RECORDED = Path(__file__).resolve().parents[1] / "docs" / "runs"
 
@@ -194,25 +191,3 @@ def test_recorded_runs_have_todays_names():
         float(r["hack_deploy"]) for r in rows if (r["arm"], r["control"]) == ("erase", "shrinkage")
     ]
     assert shrunk["hack deployed"].startswith(f"{100 * mean(by_hand):.1f} [")
-
-
-@pytest.mark.slow
-def test_real_runs_from_training_to_the_page(tmp_path, capsys):
-    """Two trained seeds: the report reads every file that the trainer writes."""
-    for seed in ("1", "2"):
-        run(tmp_path, *flags("route2", "--seed", seed, "--final-n-prompts", "12", "--steps", "3"))
-    root = tmp_path / "out" / "runs"
-    assert main([str(root)]) == 0
-    assert {p.name for p in (root / "report" / "figures").iterdir()} == {
-        "dynamics.png",
-        "flaws.png",
-    }
-    with open(root / "report" / "runs.csv") as f:
-        for row in csv.DictReader(f):
-            final = json.loads((root / row["run"] / "per_mode_deploy.json").read_text())
-            assert float(row["solve_deploy"]) == round(final["solve_deploy"], 6)
-    for r in load([root])[0]:
-        shares = r.shares("deploy", "solve")
-        assert len(shares) == 12
-        assert shares.mean() == pytest.approx(r.counted("deploy", "solve").value)
-    capsys.readouterr()

@@ -45,7 +45,7 @@ from vgrout.model.load import load
 from vgrout.runs import checkpoint, run_dir
 from vgrout.runs.context import RunContext, git
 from vgrout.runs.launch import Peer, require_torchrun, resumed_by_torchrun
-from vgrout.runs.run_dir import RunDir, last_resumable, steps_on_disk
+from vgrout.runs.run_dir import RunDir, last_resumable
 from vgrout.runs.tracking import Trackers
 
 
@@ -170,18 +170,6 @@ def test_nobody_is_sent_on_to_a_folder_that_is_gone(ending, tmp_path, monkeypatc
 def test_nan_never_reaches_a_file():
     with pytest.raises(ValueError, match="JSON"):
         to_json({"x": float("nan")})
-
-
-def test_runs_in_one_second_get_their_own_folders(tmp_path):
-    runs = [RunDir.create("x", tmp_path) for _ in range(3)]
-    for run in runs:
-        run.write_json("run.json", {})
-        run.append({"step": 0}, [])
-        run.close()
-        checkpoint.save(run.path, 1, {}, keep=1)
-        run.status("interrupted", 1, "", "")
-    assert len({run.path.name for run in runs}) == 3
-    assert last_resumable(tmp_path) == runs[-1].path
 
 
 def test_status_and_latest(run):
@@ -321,21 +309,6 @@ def test_what_makes_a_checkouts_code_another_one(tmp_path):
         subprocess.run(
             "git reset -q --hard && git clean -qfd", shell=True, cwd=tmp_path, check=True
         )
-
-
-def test_rows_on_disk_are_counted_as_they_come_and_as_they_are_cut(run):
-    for step in range(5):
-        run.append({"step": step}, [])
-        assert steps_on_disk(run.path) == step + 1
-    with open(run.path / "steps.jsonl", "rb+") as f:
-        f.truncate(len(b'{"step": 0}\n') * 2)
-    assert steps_on_disk(run.path) == 2
-    with open(run.path / "steps.jsonl", "a") as f:
-        f.write('{"step": 2')
-        f.flush()
-        assert steps_on_disk(run.path) == 2
-        f.write("}\n")
-    assert steps_on_disk(run.path) == 3
 
 
 @pytest.mark.parametrize(

@@ -228,17 +228,6 @@ def test_equivalence_by_hand():
     assert (equivalent(xs, 0.001).p or 0) > 0.95
 
 
-def test_a_mean_of_shares_is_cut_at_its_bounds():
-    assert stats.over_seeds([1.0, 0.7]).high == 1.0
-    assert stats.over_seeds([0.0, 0.3]).low == 0.0
-
-
-def test_a_difference_lies_below_zero_where_its_whole_interval_does():
-    whole, part = stats.Estimate(-0.2, -0.3, -0.1, 5, "t"), stats.Estimate(-0.1, -0.3, 0.1, 5, "t")
-    assert (whole.below_zero, part.below_zero) == (True, False)
-    assert not stats.Estimate(-0.2, None, None, 1, "none", "n too small").below_zero
-
-
 def test_a_share_without_an_interval_is_above_and_below_nothing():
     """One seed of many answers has none among several, whatever its value."""
     bare = stats.Estimate(0.9, None, None, 1, "none", "n too small")

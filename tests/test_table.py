@@ -10,7 +10,7 @@ from methods import batch, graded
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.ground.console import Clock
 from vgrout.ground.data import Batch, Thought
-from vgrout.ground.metrics import BatchMetrics, Eval, ModeEval, Rate, spaced
+from vgrout.ground.metrics import BatchMetrics, Eval, ModeEval, Rate
 from vgrout.ground.table import StepRow, Table
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Update
@@ -197,12 +197,6 @@ def test_the_console_has_seven_columns_in_eighty_characters():
     with_thoughts = Table(EVERYTHING, FLAWS, short=True).lines(row(think=123.4))
     assert [line.split()[-2] for line in with_thoughts] == ["think", "123"]
     assert len(with_thoughts[0]) <= 80
-
-
-def test_evenly_spaced():
-    """Answers whose KL is measured: of answers ordered by prompt, some of every prompt."""
-    assert spaced(range(10), 3) == [0, 3, 6]
-    assert spaced(range(3), 3) == spaced(range(3), 9) == [0, 1, 2]
 
 
 def test_thoughts_are_counted_as_a_mean():

@@ -102,26 +102,6 @@ def test_value_and_gradient_are_trls(name, beta, tmp_path, record_property):
     assert worst < 1e-12  # the same fp64 sums in another order
 
 
-def test_icepop_is_trls_token_mask(tmp_path, record_property):
-    """On policy, it is TRL's dapo under `token_mask` in [0.2, 5]; the ratio to the sampler is an input of its loss."""
-    peer = trainer(tmp_path, loss_type="dapo")
-    peer.use_vllm, peer.vllm_importance_sampling_correction = True, True
-    worst, cut = 0.0, 0
-    for x in cases():
-        ratio = (x.logp - x.logp_sampler).exp()
-        weight = ratio.masked_fill((ratio < 0.2) | (ratio > 5), 0.0)
-        (a, g), (b, h) = (
-            own_loss(x, loss="icepop"),
-            trl_loss(peer, x, importance_sampling_ratio=weight),
-        )
-        cut += int((weight != ratio)[x.mask].sum())
-        worst = max(worst, abs(a - b), float((g - h).abs().max()))
-    assert cut > 0
-    record_property("largest difference", worst)
-    print(f"largest difference {worst:.1e} (trl {trl.__version__})")
-    assert worst < 1e-12
-
-
 class Turned(nn.Module):
     """W + U diag(δ) Vh."""
 

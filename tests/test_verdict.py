@@ -2,7 +2,6 @@
 
 import csv
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -65,48 +64,6 @@ def ended():
     return Final(
         base=side(0.5, 47.4), trained=side(12, 68.2), deployed=deployed, plain=deployed, answers={}
     )
-
-
-GUARDS = (
-    {"guard": None},
-    {"guard": "off"},
-    {"guard": "log"},
-    {"guard": "halt", "guard_warmup": 1},
-)
-SHORT = (
-    ({}, {}),
-    ({"steps": 3}, {}),
-    ({"steps": 15}, {"eval_ablate_every": 5}),
-    ({}, {"eval_ablate_every": 0}),
-)
-METHODS = (
-    {"intervention": "none"},
-    {"intervention": "erase"},
-    {"intervention": "erase", "control": "no_loophole"},
-)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_run_that_may_start_has_last_lines(preset):
-    """A question about a finished run is answered from its settings, never by making other ones, which checks refuse:
-    a guard that would be blind in another run ended runs of `fast` at their last line."""
-    started = 0
-    for guard, (scale, evals), method in product(GUARDS, SHORT, METHODS):
-        usual = PRESETS[preset][1]
-        try:
-            cfg = replace(
-                usual,
-                guard=replace(usual.guard, **guard),
-                scale=replace(usual.scale, **scale),
-                eval=replace(usual.eval, **evals),
-                method=replace(usual.method, **method),
-            )
-        except ValueError as refused:  # such a run does not start
-            assert str(refused).startswith("--guard halt")  # noqa: PT017
-            continue
-        assert len(last_lines(cfg, [], ended(), MEANS, Path("out/runs/x"))) >= 5
-        started += 1
-    assert started > 20
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "smoke"])
