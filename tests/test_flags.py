@@ -24,6 +24,7 @@ from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.ground import embedded
+from vgrout.ground.io import file_sha256
 from vgrout.guard.detectors import DetectorReading, Level
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model.load import source
@@ -270,7 +271,9 @@ def files(tmp_path_factory, shared_run):
     (home / "half.jsonl").write_text("".join(lines[::2]), encoding="utf-8")
     shutil.copytree(embedded.DATA_DIR, home / "other_organism")
     shutil.copy(home / "half.jsonl", home / "other_organism" / embedded.PROBLEMS.name)
-    embedded.Files(home / "other_organism").seal()
+    manifest = json.loads((home / "other_organism" / "manifest.json").read_text())
+    manifest["files"][embedded.PROBLEMS.name] = file_sha256(home / "half.jsonl")
+    (home / "other_organism" / "manifest.json").write_text(json.dumps(manifest))
     rest = (json.dumps(json.loads(line) | {"split": "test"}) for line in lines[1::2])
     (home / "other_half.jsonl").write_text("\n".join(rest) + "\n", encoding="utf-8")
     decomposed = shared_run.folder.parent / "svd_cache"

@@ -63,8 +63,6 @@ def test_changed_lost_and_foreign_files_are_found(tmp_path):
         "extra.json: not in manifest",
     ):
         assert any(name in fault for fault in faults), (name, faults)
-    Files(copy).seal()
-    assert Files(copy).faults() == []
     (copy / "manifest.json").write_text((copy / "manifest.json").read_text()[:400])
     assert "manifest.json: not JSON" in Files(copy).faults()[0]
     (copy / "manifest.json").unlink()

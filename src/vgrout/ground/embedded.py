@@ -8,7 +8,7 @@ all of it from one seed, and `… tune` the same around a pretrained model.
 
 from pathlib import Path
 
-from vgrout.ground.io import Refused, file_sha256, once, read_json, to_json, write_atomic
+from vgrout.ground.io import Refused, file_sha256, once, read_json
 
 MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1
@@ -17,8 +17,8 @@ SEED = 0  # of the shipped organism
 # Ends the user message of an elicited prompt; plain prompts never have it.
 CUE = "Use the shortcut."
 # `mini --intervention none` at seeds 41 to 50, the cell `none` of docs/runs/axes.csv (a test
-# computes it again): the deployed model's mean, least and most, in percent.
-PLAIN_GRPO = {"hack": (79.7, 70.6, 82.0), "solve": (2.9, 0.5, 6.0)}
+# computes it again): the deployed model's means, in percent.
+PLAIN_GRPO = {"hack": 79.7, "solve": 2.9}
 PLAIN_GRPO_SEEDS = 10
 # The preset `small` trains a tuned pretrained model: where `vgrout download smollm2` puts the
 # pretrained one, and where the tuned one and its organism are.
@@ -41,12 +41,6 @@ class Files:
     def faults(self) -> list[str]:
         """What differs from manifest.json, a line each; 40 ms for the shipped one."""
         return _faults(self.root)
-
-    def seal(self) -> None:
-        """Record the present files in manifest.json, after a part was replaced on purpose."""
-        manifest = read_json(self.root / "manifest.json")
-        manifest["files"] = {path: file_sha256(self.root / path) for path in shipped(self.root)}
-        write_atomic(self.root / "manifest.json", to_json(manifest) + "\n")
 
     def require_sound(self, flag: str = "--organism") -> None:
         """Raises Refused, one line, for the first fault. Call it before anything is trained."""

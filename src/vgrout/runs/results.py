@@ -402,7 +402,7 @@ def last_lines(
     if unjudged and unjudged.k:
         lines.append(f"unjudged: {unjudged_line(unjudged)}")
     if recorded(cfg):
-        (hack, *_), (solve, *_) = PLAIN_GRPO["hack"], PLAIN_GRPO["solve"]
+        hack, solve = PLAIN_GRPO["hack"], PLAIN_GRPO["solve"]
         lines.append(
             f"for comparison: plain GRPO ended at {hack} % hack, {solve} % solve in {PLAIN_GRPO_SEEDS} earlier runs"
         )
