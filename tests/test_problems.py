@@ -16,7 +16,6 @@ from vgrout.config.settings import EnvConfig
 from vgrout.envs import base
 from vgrout.envs.base import (
     balanced,
-    copies_line,
     in_splits,
     require_apart,
     require_copies_together,
@@ -302,7 +301,6 @@ def test_copies_of_a_prompt_come_into_one_split(tmp_path, text):
     assert len(split_of) == 60
     assert [split_of[2 * i] for i in range(30)] == [split_of[2 * i + 1] for i in range(30)]
     assert Counter(split_of.values()) == {"train": 42, "val": 6, "test": 12}
-    assert "30 of 60 problems" in copies_line(rows)
     with pytest.raises(ValueError, match=r"line 2: has the prompt of .*line 1"):
         require_apart(rows[:1], rows[1:2])
 
@@ -324,11 +322,6 @@ def test_one_prompt_marked_for_two_splits_is_refused(tmp_path):
 def test_other_prompts_are_no_copies_and_are_split_as_before(tmp_path):
     """The positions in the shuffle of a file without copies are those that recorded runs have."""
     rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(20)]))
-    assert copies_line(rows) == ""
-    turns = [
-        {**record(i), "prompt": [*record(i)["prompt"], *record(99)["prompt"]]} for i in range(5)
-    ]
-    assert copies_line(load_rows(write(tmp_path / "turns.jsonl", turns))) == ""
     order = sorted(rows, key=lambda row: row.id)
     py_stream(0, "split").shuffle(order)
     parts = in_splits(rows)

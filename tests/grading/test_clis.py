@@ -120,7 +120,6 @@ def test_the_check_of_a_file_says_what_is_too_few(problems, capsys):
     assert check_file(argv) == 1, "a run would be refused"
     out = capsys.readouterr().out
     assert "splits: train 2 · val 0 · test 0; no val problem" in out
-    assert "1 of 2 problems have the prompt of another" in out
     assert check_file([*argv[:-1], "0"]) == 2
     assert capsys.readouterr().err == "E --workers 0: should be at least 1\n"
 

@@ -284,9 +284,6 @@ class Environment:
         if self.test_rows and self.cfg.test_problems_path:
             name = self.cfg.test_problems_path.name
             lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
-        for rows in (self.rows, self.test_rows):
-            if copies := copies_line(rows):
-                lines.append(("copies", copies))
         return lines
 
     def rows_line(self) -> str:
@@ -478,23 +475,6 @@ def prompt_key(row: Any) -> PromptKey:
         if message["role"] != "system":
             texts.append(" ".join(message["content"].split()).casefold())
     return tuple(texts)
-
-
-def copies_line(rows: Sequence[Any]) -> str:
-    """How many rows repeat the prompt of another; "" if none does."""
-    first: dict[PromptKey, Any] = {}
-    copies: list[tuple[Any, Any]] = []
-    for row in rows:
-        same = first.setdefault(prompt_key(row), row)
-        if same is not row:
-            copies.append((same, row))
-    if not copies:
-        return ""
-    (same, row), *_ = copies
-    return (
-        f"{len(copies)} of {len(rows)} problems have the prompt of another, the first problem {row.id} that of "
-        f"{same.id}; copies stay in one split"
-    )
 
 
 def marked_apart(rows: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

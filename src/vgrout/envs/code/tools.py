@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from loguru import logger
-
-from vgrout.envs.base import copies_line, require_apart, require_copies_together
+from vgrout.envs.base import require_apart, require_copies_together
 from vgrout.envs.code.grading.check import (
     Failure,
     a_few_ahead,
@@ -25,7 +23,6 @@ from vgrout.ground.console import Progress
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.io import Refused, from_json, refuse
 
-MANY = 2000  # problems
 TIMED = 50  # answers that are graded for the printed time
 
 Record = dict[str, object]  # a line of the answers' or the grades' file
@@ -49,10 +46,6 @@ def check_file(file: Path, test_problems: Path | None, workers: int | None) -> F
     test_rows = load_rows(test_problems) if test_problems else ()
     require_apart(rows, test_rows)
     both = [*rows, *test_rows]
-    if len(both) > MANY:
-        logger.info(
-            f"{len(both)} problems read; the solution of each is tried, then its flawed check …"
-        )
     require_copies_together(both)
     parts = assigned(rows, "own", test_rows=test_rows, published=True)
     problems = [problem for part in parts.values() for problem in part]
@@ -60,8 +53,9 @@ def check_file(file: Path, test_problems: Path | None, workers: int | None) -> F
         solutions = partial(Progress, desc="solutions", unit="problem")
         report = check_problems(problems, grader, track=solutions)
         flaws = check_flaws(problems, grader, track=partial(Progress, desc="flaws", unit="problem"))
-    said = (copies_line(rows), copies_line(test_rows), one_value_line(problems))
-    lines = [str(report), _flaws_lines(problems, flaws), *(line for line in said if line)]
+    lines = [str(report), _flaws_lines(problems, flaws)]
+    if line := one_value_line(problems):
+        lines.append(line)
     splits = {name: len(part) for name, part in parts.items()}
     return FileReport(lines, splits, report.ok and not flaws)
 
