@@ -720,39 +720,27 @@ def test_grading_needs_the_standard_library_only():
 # --- Checking problems ---------------------------------------------------------------------------
 
 
-def test_check_reports_what_fails_and_calibrates():
+def test_the_check_names_what_no_answer_can_solve():
     good = sum_problem(cpu_limit=None)
     wrong = replace(good, id=8, canonical=SUM_WRONG)
     slow = replace(good, id=9, canonical=SUM_RIGHT + "\nwhile True: pass\n", cpu_limit=0.3)
     odd = replace(good, id=10, tests=("assert len(Solution().total([])) == 0",))
-    bare = replace(good, id=11, canonical="def total(nums): return sum(nums)")
     raises = replace(good, id=12, setup_code="import math\nraise OSError('no\\n\\x1b[31mway')")
-    imports = replace(good, id=13, canonical=f"import __main__, numpy\n{SUM_RIGHT}")
     with Grader(1, limits=Limits(cpu_s=1.0)) as grader:
-        report = check_problems([good, wrong, slow, odd, bare, raises, imports], grader)
+        failures = check_problems([good, wrong, slow, odd, raises], grader)
         for text in (FAST, fenced("class")):
             with pytest.raises(
                 ValueError, match=r"problem 12: setup code raises OSError: no \\x1b\[31mway"
             ):
                 grader.grade(raises, text)
-    assert not report.ok
     fails = "canonical solution fails"
-    assert [(f.id, f.reason.split(":")[0]) for f in report.failures] == [
-        *(
-            (8, fails),
-            (9, fails),
-            (10, "'len(Solution().total([]))' is not a call like Solution().method(…)"),
-        ),
-        *((11, fails), (12, "setup code raises OSError"), (13, fails)),
+    assert [(f.id, f.reason.split(":")[0]) for f in failures] == [
+        (8, fails),
+        (9, fails),
+        (10, "'len(Solution().total([]))' is not a call like Solution().method(…)"),
+        (12, "setup code raises OSError"),
     ]
-    assert "no class Solution with a method total" in report.failures[3].reason
-    assert "0.3 s of CPU are not enough" in report.failures[1].reason
-    assert (
-        "imports 'numpy', and answers have the standard library only" in report.failures[5].reason
-    )
-    assert {*report.cpu_s} == {7}
-    assert "1/7 pass" in str(report)
-    assert "(problem 7)" in str(report)
+    assert "0.3 s of CPU are not enough" in failures[1].reason
 
 
 def test_a_child_that_has_ended_is_not_charged_for_its_verifier():

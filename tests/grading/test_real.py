@@ -37,13 +37,12 @@ def test_every_canonical_solution_passes(busy):
     others = [subprocess.Popen(spin) for _ in range(busy * (os.cpu_count() or 1))]
     try:
         with Grader() as grader:
-            report = check_problems(load_problems(ROWS), grader)
+            failures = check_problems(load_problems(ROWS), grader)
     finally:
         for process in others:
             process.kill()
             process.wait()
-    assert report.failures == ()
-    assert report.n == 87
+    assert failures == []
 
 
 @needs_rows

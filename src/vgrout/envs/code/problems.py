@@ -243,13 +243,10 @@ def _marker_faults(mode: Mode | None, marker: str, method: str) -> Iterator[str]
 def load_rows(path: Path) -> tuple[ProblemRow, ...]:
     """The lines of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
     if not path.exists():
-        how = "`vgrout download data` fetches the benchmark's"
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and path.suffix not in (
-            ".jsonl",
-            ".json",
-        ):
-            how = f"if it is a data set of the hub, `vgrout download dataset {path} --out FILE` makes one"
-        raise Refused(f"{path}: no such problem file; {how}")
+        raise Refused(
+            f"{path}: no such problem file; `vgrout download data` fetches the benchmark's, "
+            "`vgrout download dataset ID --out FILE` makes one of a data set of the hub"
+        )
     rows: dict[int, ProblemRow] = {}
     for where, record in numbered_lines(path):
         fault = next(_faults(record), "") if isinstance(record, dict) else "not a JSON object"
@@ -356,7 +353,7 @@ def require_solvable(rows: Sequence[ProblemRow], grader: Grader) -> None:
             f"{len(rows)} canonical solutions: tried is one of each setup code; `vgrout problems check` tries all"
         )
         rows = _one_of_each(rows, lambda row: row.setup_code, MOST_CHECKED)
-    failures = check_problems([*map(as_marked, rows)], grader).failures
+    failures = check_problems([*map(as_marked, rows)], grader)
     if failures:
         raise _refusal(rows, failures, "no answer can solve")
 
