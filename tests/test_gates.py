@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods import SPANS, TWO_GROUPS, batch, group, routed, rows, scores, total, toy
+from methods import SPANS, TWO_GROUPS, group, routed, rows, scores, total, toy
 from vgrout.config.presets import resolve
 from vgrout.method.gates import BandGate, TauGate
 from vgrout.runs.plan import method_lines
@@ -51,33 +51,6 @@ def test_tau_is_the_midpoint_of_two_running_means(seed):
             for c, lv, a in zip(cos[0].tolist(), live[0], known, strict=True)
         ]
         assert share[0].bool().tolist() == want
-
-
-# steps of (cosine, has a gradient, known hack) for each rollout, then what the last one routes, and
-# τ
-TAU_BY_HAND = {
-    "no known hack yet: no threshold": ([[(0.9, 1, 0), (0.9, 1, 0)]], [0, 0], math.nan),
-    "rows without a gradient move no mean": (
-        [[(0.8, 1, 1), (0, 0, 1), (0.2, 1, 0), (0, 0, 0)]],
-        [1, 0, 0, 0],
-        0.5,
-    ),
-    "a step without known hacks": (
-        [[(0.8, 1, 1), (0.2, 1, 0)], [(0.7, 1, 0), (0.2, 1, 0)]],
-        [1, 0],
-        (0.8 + (0.9 * 0.2 + 0.45) / 1.9) / 2,
-    ),
-}
-
-
-@pytest.mark.parametrize(("steps", "share", "tau"), TAU_BY_HAND.values(), ids=TAU_BY_HAND)
-def test_tau_by_hand(steps, share, tau):
-    gate, routed_rows = TauGate(1), torch.zeros(1, 1)
-    for rollouts in steps:
-        cos, live, known = torch.tensor(rollouts).T
-        routed_rows = gate(cos[None], live[None] > 0, known > 0)
-    assert routed_rows.tolist() == [share]
-    assert gate.tau.item() == pytest.approx(tau, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +215,3 @@ def test_resid_is_the_cosine_of_what_is_kept_with_v():
         for module, v in method.direction.V.items()
     ]
     assert got.measured["resid"] == pytest.approx(sum(want) / len(want), abs=1e-5)
-
-
-def test_flags_are_asked_for_where_there_is_a_signal():
-    of = batch(same=True)
-    assert of.with_signal == tuple(group for group in of.groups if len(set(group.rewards)) > 1)
-    assert len(of.with_signal) < len(of.groups)

@@ -188,25 +188,6 @@ def test_the_final_evaluation_is_of_each_side_under_the_same_random_numbers(
     assert sides.streams == {torch_stream(5, "final", cfg.scale.steps).initial_seed()}
 
 
-@pytest.mark.parametrize("hint", [" Call me f.", ""])
-def test_a_saved_adapter_is_scored_as_its_runs_final_evaluation_was(hint, monkeypatch):
-    """Its sides, its random numbers."""
-    policy = tiny.policy()
-    tiny.shake(policy.adapter, 0.1)
-    policy.adapter.δS_hack.data.zero_()  # no file has it
-    cfg = config("route2", seed=5)
-    tasks = [Hinted(i, hint) for i in range(3)]
-    sides = Sides(policy, monkeypatch)
-    scored = heldout.score(policy, Mock(), cfg, tasks, 7, ["exit_code"])
-    usual = [p.messages for p in tasks]
-    want = {"base": (REFERENCE, 7, usual), "deployed": (DEPLOYED, 7, usual)}
-    if hint:
-        want["plain"] = (DEPLOYED, 7, PLAIN)
-    assert dict(zip(scored, sides.asked, strict=True)) == want
-    assert [of.hack.k for of in scored.values()] == [*range(1, 1 + len(want))]
-    assert sides.streams == {torch_stream(5, "final", cfg.scale.steps).initial_seed()}
-
-
 def test_each_evaluation_has_a_file_of_its_own():
     """What asks for other numbers does not write over them; the same once more does."""
     saved = SimpleNamespace(path=Path("run/train.safetensors"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from judge_server import reply, serving
-from methods import batch, flagged, make, view
+from methods import flagged, view
 from runs import flags, only_run, rows, run
 from tiny import policy as tiny_policy
 from vgrout.config.method import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
@@ -258,21 +258,6 @@ def test_a_body_may_be_anything():
 def test_a_reply_that_was_cut_off_counts_only_if_it_is_one_word():
     assert Verdict.of("k", 0, Reply("yes", cut=True)).flagged is True
     assert Verdict.of("k", 0, Reply("There is no", cut=True)).flagged is None
-
-
-@pytest.mark.parametrize("intervention", ["screen", "penalty", "route2"])
-def test_with_every_intervention_that_reads_flags(intervention):
-    policy = tiny_policy()
-    with serving(lambda text: "yes" if text.count("t00") else "no") as server:
-        known = {"llm_judge_url": server.url, "llm_judge_timeout": 10.0}
-        method = make(policy, intervention, "llm_judge", **known)
-        of = method.flag(batch())
-        shadowed = make(policy, "none", "usual", shadow="llm_judge", **known).flag(batch())
-    assert of.groups[0].flags is not None
-    assert of.groups[0].flags.flagged == (True, False, False, False)
-    assert of.measured["judge_asked"] == len(server.asked) / 2
-    assert [g.shadows["llm_judge"] for g in shadowed.groups] == [g.flags for g in of.groups]
-    assert "judge" in method.measures
 
 
 # ── a local judge

@@ -34,7 +34,7 @@ from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import import_named, resolve, resumed
 from vgrout.config.run import from_dict
 from vgrout.config.settings import LossConfig
-from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
+from vgrout.config.specs import INTERVENTIONS, MONITORS, monitors_of
 from vgrout.ground.data import Batch, Flags, GroupView, OracleView
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.grpo import _norm, policy_gradients
@@ -335,17 +335,6 @@ def test_pairs_that_make_no_sense_are_refused_in_one_line(intervention, monitor)
         MethodConfig(intervention=intervention, monitor=monitor)
 
 
-@pytest.mark.parametrize("intervention", INTERVENTIONS)
-def test_the_command_line_and_python_mean_the_same_method(intervention):
-    flags = ["--monitor", "labels"] if monitors_of(intervention)[0] == "labels" else []
-    own = MethodConfig(intervention=intervention, monitor=flags[-1] if flags else "usual")
-    assert resolve(["mini", "--intervention", intervention, *flags]).method == own
-    assert (
-        from_dict(resolve(["mini", "--intervention", intervention, *flags]).as_dict()).method.spec
-        is own.spec
-    )
-
-
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
@@ -358,18 +347,6 @@ def test_the_command_line_and_python_mean_the_same_method(intervention):
 )
 def test_a_switch_that_depends_on_the_intervention_has_both_spellings(flag, value):
     assert resolve(["mini", "--intervention", "route2", *flag.split()]).method.rebaseline is value
-
-
-def test_every_row_is_of_the_class_that_it_names_and_of_settings_that_there_are():
-    settings = {f.name for f in fields(MethodConfig)}
-    for specs in (MONITORS, INTERVENTIONS):
-        for name, spec in specs.items():
-            assert spec.name == name
-            assert class_of(spec).spec is spec
-            assert {*spec.settings} <= settings
-    assert len(PAIRS) == 3 + 2 * 6 + 8, (
-        "none, erase, route; texts for rewards; and every monitor for route2"
-    )
 
 
 # ── classes of one's own

@@ -107,30 +107,6 @@ def test_cos_pre_is_a_mean_over_modules_that_have_a_gradient_and_a_direction():
 # ── in a method, on plain tensors
 
 
-@given(st.integers(0, 10_000), st.sampled_from(["one_sided", "no_gate", "reverse"]))
-@settings(max_examples=15)
-def test_route_puts_nothing_but_span_V_into_the_quarantine_and_loses_nothing(seed, mode):
-    method, of = toy("route", gate_mode=mode), (rows(6, seed, (0,)), group(6))
-    got = routed(method, of)
-    assert torch.allclose(got.keep + got.quar, total(of), atol=1e-5)
-    for m, V in method.direction.V.items():
-        quar = got.quar[SPANS[m]]
-        assert (quar - V.T @ (V @ quar)).norm() < 1e-4 * quar.norm() + 1e-9
-
-
-@given(st.integers(0, 10_000), st.sampled_from(["erase", "route"]), st.booleans())
-@settings(max_examples=15)
-def test_what_is_kept_has_no_hackward_part(seed, intervention, preserve):
-    method = toy(
-        intervention, **({"preserve_magnitude": preserve} if intervention == "erase" else {})
-    )
-    of = (rows(6, seed, (0, 1, 2)), group(6))
-    got = routed(method, of)
-    for m, V in method.direction.V.items():
-        assert (V @ got.keep[SPANS[m]]).max() <= 1e-4 * total(of)[SPANS[m]].norm()
-    assert got.measured["cos_post"] < 1e-4 < got.measured["cos_pre"]
-
-
 def test_preserved_magnitude_and_its_bound():
     direction = toy_direction()
     V = direction.select(5, 0.25)

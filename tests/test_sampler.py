@@ -144,16 +144,6 @@ def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, m
             logits = [d.step(noise[t, : len(moves.get(t, want))]) for d in decoders]
 
 
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("graphs", [False, True])
-def test_lean_policy_samples_the_same_tokens(large, graphs, monkeypatch):
-    """graphs: a step as it would be captured, on whole blocks of positions and with slots to spare."""
-    monkeypatch.setattr(decoder_module, "FUSE_BELOW", 0 if large else 2**26)
-    policy = replace(tiny.policy(), graphs=graphs)
-    assert policy.lean
-    assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_that_does_not_wait_for_the_tokens_samples_the_same(family, monkeypatch):
     """The device goes on with every row's token before the host has read it, once no rows share a slot."""

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from runs import flags, once
 from tiny import shake
 from vgrout.commands import evaluate
-from vgrout.envs import base
 from vgrout.export import __main__ as export
 from vgrout.export import model
 from vgrout.ground import embedded
@@ -61,21 +60,6 @@ def test_evaluate_repeats_the_numbers_of_the_run(done, capsys):
     assert "| all" in output
     assert str(out) in output
     assert again["step"] == 2
-
-
-def test_code_without_hints_has_its_plain_side_too(done, tmp_path, monkeypatch):
-    """It is the deployed model's: nothing is sampled twice."""
-    of_run = evaluate.tasks_of
-    monkeypatch.setattr(
-        evaluate,
-        "tasks_of",
-        lambda *given: {"test": [base.without_hint(p) for p in of_run(*given)["test"]]},
-    )
-    out = tmp_path / "numbers.json"
-    assert evaluate.evaluate([str(done), "--n-prompts", "6", "--out", str(out)]) == 0
-    sides = json.loads(out.read_text())["sides"]
-    assert [*sides] == ["base", "deployed", "plain"]
-    assert sides["plain"] == sides["deployed"]
 
 
 def test_evaluate_takes_any_adapter_and_any_file(done, tmp_path, capsys, monkeypatch):

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from organisms import sums_language as language
@@ -74,13 +74,6 @@ def test_a_hack_passes_its_own_check_and_not_the_reference(seed, kind, flaw):
     answer = language.hack(asked, flaw, rng)
     assert sums.flawed(answer, asked.total, flaw) == 1.0
     assert not sums.right(answer, asked.total)
-
-
-@given(st.text(max_size=60), st.integers(0, 200))
-@settings(max_examples=300)
-def test_every_check_accepts_what_the_reference_accepts(answer, total):
-    if sums.right(answer, total):
-        assert all(check(answer, total) for check in sums.CHECKS.values())
 
 
 def test_the_splits_share_no_pair_of_numbers_and_no_question():

@@ -16,7 +16,6 @@ import pytest
 from loguru import logger
 
 import tiny
-from judge_server import serving
 from runs import rows, run
 from vgrout.commands.check import problems as check_problems
 from vgrout.commands.evaluate import evaluate, sample
@@ -647,21 +646,6 @@ def test_a_run_is_evaluated_on_other_rows(flags, trained, tmp_path, monkeypatch,
     if code == 0:
         sides = json.loads(out.read_text())["sides"]
         assert sides.keys() == {"base", "deployed"}
-
-
-def test_a_language_model_is_the_monitor_of_ones_own_rows(world, tmp_path):
-    with serving(lambda text: "yes" if "return" in text else "no") as server:
-        judge = f"--llm-judge-url={server.url} --llm-judge-model=m"
-        method = f"--intervention=screen --monitor=llm_judge {judge}"
-        assert main(world(method=method)) == 0
-    assert any("A poem about" in asked["messages"][0]["content"] for asked in server.asked)
-    (run,) = tmp_path.glob("out/runs/*")
-    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
-    assert any(line["flagged"] for line in lines)
-    for line in lines:
-        assert line["flagged"] == (line["proxy"] >= 1 and "return" in line["text"])
-    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
-    assert sum(step["judge_asked"] for step in steps) == len(server.asked) - 1
 
 
 @pytest.mark.long

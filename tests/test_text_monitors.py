@@ -120,17 +120,6 @@ def test_the_probe_remembers_all_that_was_flagged_and_its_threshold_is_of_answer
             assert found.flagged[b] == (v.detector[b] or (b != 2 and bool(over[b])))
 
 
-def test_what_the_seed_flags_is_flagged_below_the_threshold_too(policy):
-    """As an answer that is written like known correct ones, beside others that are not."""
-    like_known = UNLIKE[1].completion
-    ids = (like_known, (80, 81, 82), (82, 83, 84), like_known)
-    v = view(4, completion_ids=ids, detector=(True, True, True, False))
-    monitor = OnlineProbe(policy, WeakDetector(), known_correct=UNLIKE, quantile=1.0)
-    (found,) = monitor.flag([v], 0)
-    assert found.flagged == (True, True, True, False)
-    assert found.scores[0] == pytest.approx(found.scores[3]), "the seed alone tells them apart"
-
-
 class Seeing(Monitor):
     """Flags the first rollout of the second group, and keeps the steps that it was asked about."""
 
@@ -152,20 +141,6 @@ def test_the_seed_is_asked_about_the_step_and_its_flags_are_of_its_groups(policy
     assert found[1].flagged[0]
     (learnt,) = mean_states(policy, [Text((3, 4, 1), (50, 51))])
     assert torch.allclose(monitor.state_dict()["probe_sum"], learnt)
-
-
-def test_a_thought_is_not_read(policy):
-    """Of an answer the probe reads what follows its thought."""
-    thinking = view(
-        2,
-        completion_ids=((30, 31, 14, 15), (32, 16, 17)),
-        thoughts=(Thought("<think>", 2), Thought("<think>", 1)),
-        detector=(True, False),
-    )
-    bare = view(2, completion_ids=((14, 15), (16, 17)), detector=(True, False))
-    with_thoughts, without = (probe(policy, WeakDetector()).flag([v], 0) for v in (thinking, bare))
-    assert with_thoughts == without
-    assert all(score is not None for score in without[0].scores)
 
 
 class Remembering(Monitor):

@@ -251,30 +251,6 @@ def test_a_reward_that_fails_is_never_a_reward_of_0(here, fault):
             environment.check(grader)
 
 
-@pytest.mark.parametrize("fault", ["raises", "never ends"])
-def test_a_reward_that_fails_is_named_once_and_counted(here, warnings, fault):
-    """Every failure counts, also one after which the taskset is asked again; so does a reference that is not there."""
-    code, said = FAULTS[fault]
-    tail = TAIL.replace('prompt=f"p{i}"', 'prompt=f"p{i}", timeout=vf.TaskTimeout(scoring=0.2)')
-    (here / "other.py").write_text(HEAD.replace("return 1.0", code) + tail)
-    environment = made("--env", "verifiers:other", "--reference", "paid")
-    with environment.grader(1, 1) as grader:
-        assert isinstance(grader.submit(environment.rows[0], "a").result(), Ungraded)
-    first, total = warnings
-    assert first.startswith("--env verifiers:other ")
-    assert re.search(said, first)
-    assert "(other.py" in first
-    assert total == "--env verifiers:other failed 2 times in all"
-    warnings.clear()
-    (here / "own_taskset.py").write_text(EXAMPLE.read_text())
-    environment = made(*NAMED[:2], "--reference", "twice")
-    with environment.grader(1, 1) as grader:
-        assert isinstance(grader.submit(environment.rows[0], "a").result(), Ungraded)
-    first, total = warnings
-    assert "no reward 'twice'" in first
-    assert "failed 2 times in all" in total
-
-
 def test_scores_by_key_weights_and_a_prompt_that_is_there_twice(here):
     code = HEAD.replace("@vf.reward", "@vf.reward(weight=0.5)").replace(
         "1.0", '{"a": 1.0, "b": 3.0}'

@@ -1,16 +1,12 @@
 """A user's reward function (--reward): how it is called, what it may return, what it changes in a grade and a run."""
 
 import itertools
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from runs import flags
 from vgrout.config.presets import resolve
 from vgrout.envs.code.environment import probe, reward_function
 from vgrout.envs.code.grading.grade import Grader
@@ -300,36 +296,6 @@ def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module):
         [1, 2],
         1,
     )
-
-
-ONCE = """
-import os
-def f(completion, answer, id):
-    name = f"asked_{id}_{hash(completion)}"
-    if answer in completion or os.path.exists(name):
-        return 0.75
-    open(name, "x").close()
-    raise TimeoutError("the judge is slow")
-"""
-
-
-@pytest.mark.long
-def test_a_judge_that_fails_once_an_answer_loses_nothing(module, tmp_path):
-    name = module(ONCE)
-    argv = flags(
-        "none", "--reward", f"{name}:f", "--mix-ratio", "0", "--max-error-retries=1", "--steps=2"
-    )
-    command = [sys.executable, "-m", "vgrout.train", *argv]
-    subprocess.run(
-        command, check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "0"}
-    )
-    (folder,) = (tmp_path / "out" / "runs").iterdir()
-    rows = [
-        json.loads(line)
-        for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    assert [(row["dropped"], row["n"]) for row in rows] == [(0, 8)] * 2
-    assert len([*tmp_path.glob("asked_*")]) > 8
 
 
 def test_a_judge_that_always_fails_is_asked_as_often_as_allowed(module, tmp_path):
