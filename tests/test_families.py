@@ -23,6 +23,7 @@ from quick import first_quick
 from vgrout.config.run import Config
 from vgrout.config.settings import OptConfig, Sampling, ScaleConfig
 from vgrout.envs.code.modes import Problem
+from vgrout.export import peft
 from vgrout.export.model import load_beside, parity, write
 from vgrout.ground.data import CachedGrade, Group, Message, Rollout
 from vgrout.ground.io import Refused
@@ -30,6 +31,7 @@ from vgrout.ground.tensor_types import Routed
 from vgrout.loop.grpo import policy_gradients
 from vgrout.loop.optim import Optimizer
 from vgrout.model.load.load import as_language_model, attention, load_language_model, load_policy
+from vgrout.model.load.saved import Saved
 from vgrout.model.load.source import model_folder, require_fitting, window_of
 from vgrout.model.load.trials import require_rows
 from vgrout.model.logprobs import completion_logprobs, pieces_of
@@ -201,7 +203,9 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SEEING)
-def test_of_a_model_that_sees_images_too_the_text_is_loaded(kind, tmp_path):
+def test_of_a_model_that_sees_images_too_the_text_is_loaded_and_exported(
+    kind, tmp_path, monkeypatch
+):
     text, rest = SEEING[kind]
     settings = tiny.SHAPE | {"eos_token_id": 1, "pad_token_id": 0} | text
     config = getattr(transformers, f"{kind}Config")(text_config=settings, **rest)
@@ -223,6 +227,17 @@ def test_of_a_model_that_sees_images_too_the_text_is_loaded(kind, tmp_path):
     assert torch.equal(logits(policy), seen)
     size, *_ = adapter_lines(Config(scale=ScaleConfig(model=str(tmp_path))))
     assert f"under {len(policy.adapter)} singular values" in size
+
+    policy.model.save_pretrained(tmp_path / "text")  # what --full trains is saved so
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=torch.arange(2, 30)[None]).logits[0], seen)
+    tiny.shake(policy.adapter, 0.05)
+    monkeypatch.setattr(peft, "adapter_card", lambda *_: "")
+    saved = Saved(tmp_path, {}, Config(), tmp_path, tmp_path)
+    (tmp_path / "lora").mkdir()
+    lora = peft.export(saved, policy, tmp_path / "lora", None, ["add ab"])
+    assert lora.parity.holds
 
 
 @pytest.mark.parametrize("order", ["some", "others"])

@@ -61,7 +61,7 @@ def under(marks, text):
 
 
 @given(TEXT, st.booleans(), st.sampled_from(KNOWN))
-@example("<think>\na\n</think>\n\nb", False, KNOWN[1])
+@example("<think>\na\n</think>\n\nb", False, KNOWN[0])
 @example("", True, THINK)
 def test_a_thought_and_an_answer_are_the_text(text, in_thought, marks):
     text = under(marks, text)
@@ -112,7 +112,8 @@ GEMMA = (
         *((f"{{{{ '{marks.open}' }}}}", {}, marks) for marks in KNOWN),
         *((f"{{{{ m.split('{marks.close}') }}}}", {}, marks) for marks in KNOWN),
         *(("no marks", {marks.open: 5, marks.close: 6}, marks) for marks in KNOWN),
-        (GEMMA, {"<think>": 5, "</think>": 6}, KNOWN[1]),  # the template says what is written
+        (GEMMA, {"<think>": 5, "</think>": 6}, KNOWN[0]),  # the template says what is written
+        ("{# as </think> of others #}{{ '[THINK]' }}", {}, KNOWN[4]),
         ("no marks", {"<think>": 5}, None),
         ("<reasons>", {"<reasons>": 5, "</reasons>": 6}, None),
         ("", {}, None),

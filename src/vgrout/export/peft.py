@@ -79,11 +79,17 @@ def export(
     """
     peft = package()
     adapter = policy.adapter
+    base = load_beside(policy, saved.model, policy.model.dtype)
+    there = dict(base.named_modules())
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     dropped = total = 0.0
     for name, δ in adapter.by_module(adapter.δS.detach()).items():
         A, B = factors(adapter.sites[name], δ, rank)
+        if (
+            name not in there
+        ):  # a base that sees images too has its model of text below another name
+            name = name.replace("model.", "model.language_model.", 1)
         tensors[f"base_model.model.{name}.lora_A.weight"] = A
         tensors[f"base_model.model.{name}.lora_B.weight"] = B
         ranks[name] = len(A)
@@ -105,7 +111,6 @@ def export(
     config.target_modules = sorted(ranks)  # PEFT makes a set of it, with an order of its own
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    base = load_beside(policy, saved.model, policy.model.dtype)
     loaded = peft.PeftModel.from_pretrained(base, str(folder)).eval()
     missing = (dropped / total) ** 0.5 if total else 0.0
     result = Lora(most, missing, parity(policy, loaded, texts, exact=False))

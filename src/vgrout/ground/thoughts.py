@@ -23,7 +23,6 @@ class Marks:
 THINK = Marks("<think>", "</think>")
 # Between which published models think.
 KNOWN = (
-    THINK,
     Marks("<|channel>", "<channel|>"),  # Gemma 4
     Marks("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
     Marks("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
@@ -31,6 +30,8 @@ KNOWN = (
     Marks("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
     Marks("◁think▷", "◁/think▷"),  # Kimi
     Marks("<thought>", "</thought>"),  # EXAONE Deep
+    Marks("<mm:think>", "</mm:think>"),  # MiniMax
+    THINK,  # the last: templates name it for other models' answers, too
 )
 
 

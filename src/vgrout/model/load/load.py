@@ -283,6 +283,9 @@ def _read(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, Pr
             why = "it needs code of its own, which is never run"
         raise Refused(why) from error
     net, info = loaded
+    # else save_pretrained turns the new names around, which it cannot: what it writes is the model of text
+    own = [c for c in net._weight_conversions or () if c.source_patterns[0] not in OF_TEXT]
+    net._weight_conversions = own or None
     # transformers would go on with random numbers in their place
     for name, in_file, in_config in sorted(info["mismatched_keys"]):
         raise Refused(
