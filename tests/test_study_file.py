@@ -80,6 +80,10 @@ TWICE = [  # one flag in two spellings
 BAD = [
     ("preset = ", "Invalid value (at "),
     ('presets = "smoke"\n' + HEAD + NONE, "unknown key 'presets'; known: name, preset"),
+    (
+        "steps = 8\n" + HEAD + NONE,
+        "unknown key 'steps'; a flag of every run goes into common = { steps = 8 }",
+    ),
     ('preset = "maxi"\nseeds = [1]\n' + NONE, "[[arms]] 1: maxi: name a preset first"),
     ('preset = "smoke"\n' + NONE, "seeds None"),
     ('preset = "smoke"\nseeds = [1, 1]\n' + NONE, "none twice"),

@@ -311,13 +311,14 @@ def test_a_plan_is_frozen(study, monkeypatch, capsys):
     study.write_text(TWO.replace("[1, 2]", "[1, 3]"))
     capsys.readouterr()
     assert main([str(study)]) == 2
-    edited = "(1 runs more, 1 less); give the study another name, or move that plan away"
+    edited = "(1 runs more, 1 less); give the study another name, or add --replan"
     assert edited in capsys.readouterr().err
-    assert main([str(study), "--dry-run"]) == 0
-    assert edited in capsys.readouterr().out
-    Path("out/sweeps/two/plan.json").rename("plan-before.json")
-    assert main([str(study)]) == 0
+    for flags, output in (["--dry-run"], True), (["--dry-run", "--replan"], False):
+        assert main([str(study), *flags]) == 0
+        assert (edited in capsys.readouterr().out) is output
+    assert main([str(study), "--replan"]) == 0
     assert [*index()] == [1, 3]
+    assert len([*Path("out/sweeps/two").glob("plan*.json")]) == 2
 
 
 @pytest.mark.long
@@ -350,6 +351,25 @@ def test_a_plan_lists_every_missing_file(study, capsys):
     )
     assert main([str(study), "--dry-run"]) == 2
     assert "lr=0.1 and 1 more)\n" in capsys.readouterr().out
+
+
+def test_arms_of_the_same_files_are_checked_once(study, monkeypatch):
+    """A study may have a thousand learning rates."""
+    calls = []
+    real = sweeps.preflight
+
+    def counted(cfg):
+        calls.append(cfg)
+        return real(cfg)
+
+    monkeypatch.setattr(sweeps, "preflight", counted)
+    study.write_text(TWO + "lr = [1e-2, 2e-2, 3e-2]\n")
+    swept = Sweep.of(load_study_file(study))
+    assert len(swept.entries) == 6
+    assert len(calls) == 1
+    study.write_text(TWO + "max-new = [20, 30]\n")
+    Sweep.of(load_study_file(study))
+    assert len(calls) == 3
 
 
 # ── other workers

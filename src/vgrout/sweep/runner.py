@@ -6,6 +6,7 @@ first starts), `runs.json` (an entry per run: name, arm, seed, flags, run direct
 run that another study made is not made again.
 """
 
+import os
 import shlex
 import time
 from collections import Counter
@@ -21,6 +22,8 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout.config.checks import check, setting
+from vgrout.config.run import Config
+from vgrout.config.settings import OptConfig
 from vgrout.ground.io import (
     Refused,
     held,
@@ -64,6 +67,8 @@ class SweepSettings:
     """Where runs are started: processes on this machine · a pueue queue."""
     trust_code: bool = False
     """Import the functions and classes that the study names."""
+    replan: bool = False
+    """Continue although the study file is no longer the planned one; the old plan is kept beside the new one."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -171,19 +176,21 @@ class Sweep:
         return (
             f"{self.study.path}: not the file that {path} was made from "
             f"({len(now - before)} runs more, {len(before - now)} less); "
-            "give the study another name, or move that plan away"
+            "give the study another name, or add --replan"
         )
 
-    def freeze(self) -> None:
+    def freeze(self, replan: bool) -> None:
         """Write plan.json, or compare the study with it.
 
         Raises:
-            Refused: they differ.
+            Refused: they differ, and the study may not be planned anew.
         """
         path = self.folder / "plan.json"
-        if path.is_file():
-            why = self.edited()
-            refuse(bool(why), why)
+        why = self.edited()
+        if why:
+            refuse(not replan, why)
+            os.replace(path, self.folder / f"plan.{read_json(path)['sha256'][:10]}.json")
+        elif path.is_file():
             return
         runs = [{**run.as_json(), "identity": run.identity} for run in self.study.runs]
         plan = {
@@ -330,16 +337,21 @@ def _hashes_by_arm(
         Refused: as `Sweep.of`.
     """
     files: dict[str, Mapping[str, str | None]] = {}
+    # by what decides on the files: their hashes, and which of them are missing
+    checked: dict[Config, tuple[Mapping[str, str | None], tuple[str, ...]]] = {}
     for run in study.runs:
         if run.arm in files:
             continue
         cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run))
+        key = replace(cfg, opt=OptConfig())
         try:
-            inputs = preflight(cfg)
-            files[run.arm] = file_hashes(cfg, inputs)
+            if key not in checked:
+                inputs = preflight(cfg)
+                checked[key] = file_hashes(cfg, inputs), inputs.absent
         except Refused as e:
             raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
-        for line in inputs.absent:
+        files[run.arm], absent = checked[key]
+        for line in absent:
             missing.setdefault(line, []).append(run.arm)
     return files
 
@@ -368,14 +380,14 @@ def run_study(settings: SweepSettings) -> int:
             slots += f", on a GPU each of {', '.join(gpus)}"
         print("\n".join(sweep.plan(slots)))
         edited = sweep.edited()
-        if edited:
+        if edited and not settings.replan:
             print(edited)
         return REFUSED if sweep.missing else FINISHED
     # a client that is not there is refused before anything is written
     queue = Pueue(gpus) if settings.via == "pueue" else None
     make_folder(logs)
     with hold(sweep.folder, "sweep"):
-        sweep.freeze()
+        sweep.freeze(settings.replan)
         for line in (*study.left_out, *sweep.warnings()):
             logger.info(line)
         sweep.write()

@@ -4,6 +4,8 @@ Each run's flags are checked by the trainer's own parser.
 """
 
 import hashlib
+import json
+import math
 import re
 import tomllib
 from collections import Counter
@@ -17,12 +19,13 @@ from typing import Any
 from vgrout.config.checks import NotRead, flag, rule_of
 from vgrout.config.cli import TRAIN, same
 from vgrout.config.method import MethodConfig
-from vgrout.config.presets import resolve
+from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config, settings_sha256
 from vgrout.ground.io import Refused, read_text, refuse
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets
+MOST_RUNS = 2000  # of a study; a few lists multiply to millions
 FlagTable = dict[str, object]  # flag without leading dashes → value
 Settings = tuple[Config, tuple[str, ...]]  # a run's settings, and the flags that give them
 
@@ -104,10 +107,12 @@ def load_study_file(path: Path, trusted: bool = False) -> StudyFile:
 
 def _study(path: Path, text: str, data: dict[str, Any], trusted: bool) -> StudyFile:
     if unknown := sorted(data.keys() - {*KEYS}):
-        raise Refused(
-            f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}; "
-            "flags of every run go into [common], others into [[arms]]"
-        )
+        key, value = unknown[0], data[unknown[0]]
+        advice = f"known: {', '.join(KEYS)}; flags go into [common] or [[arms]]"
+        if flag(key) in flag_names():
+            as_flag = f"{key} = {json.dumps(value, default=str)}"
+            advice = f"a flag of every run goes into common = {{ {as_flag} }}"
+        raise Refused(f"unknown key {key!r}; {advice}")
     study: dict[str, Any] = {"name": path.stem, "seeds": None, "arms": None}
     study |= {"common": {}, "overrides": [{}]} | data
     _require_kinds(study)
@@ -139,6 +144,18 @@ def _require_kinds(study: Mapping[str, Any]) -> None:
             not sound,
             f"{key} {tables}: should be one or more tables [[{key}]], without an empty list",
         )
+    n = len(seeds)
+    for key in ("arms", "overrides"):
+        n *= sum(math.prod(_lengths(table)) for table in study[key])
+    refuse(
+        n > MOST_RUNS,
+        f"more than {MOST_RUNS} runs; shorten its lists, or make it several studies",
+    )
+
+
+def _lengths(table: FlagTable) -> list[int]:
+    """Of the lists among its values."""
+    return [len(value) for value in table.values() if isinstance(value, list)]
 
 
 def _is_table(value: object) -> bool:
