@@ -202,6 +202,8 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# peft asks transformers by a name that goes
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("kind", SEEING)
 def test_of_a_model_that_sees_images_too_the_text_is_loaded_and_exported(
     kind, tmp_path, monkeypatch

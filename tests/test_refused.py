@@ -223,7 +223,7 @@ REFUSED = {
     "distill --minillm-enabled": "--minillm-enabled: not here; say --method minillm",
     # the remedy fits what is missing
     "train mini --organism out/mine --intervention none": "--organism out/mine/manifest.json: not there; `vgrout or",
-    "train full --problems openai/gsm8k": "openai/gsm8k: no such problem file; if it is a data set of the hub, `vg",
+    "train full --problems openai/gsm8k": "openai/gsm8k: no such problem file; `vgrout download data` fetches the",
     "train full --problems data/mine.jsonl": "data/mine.jsonl: no such problem file; `vgrout download data` fetches",
     "train mini --intervention screen --monitor mine.py:X": "--monitor mine.py:X: cannot be imported (Module",
     "train full --model x.safetensors --problems good.jsonl": "--model x.safetensors: a file; give the folder",
