@@ -260,7 +260,11 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         "sides": {side: scored.as_json() for side, scored in sides.items()},
     }
     make_folder(out.parent)
-    write_atomic(out, to_json(content))
+    try:
+        write_atomic(out, to_json(content))
+    except OSError as e:  # a disk that was filled meanwhile
+        how = "name another file with --out"
+        raise Refused(f"--out {out}: cannot be written ({e.strerror}); {how}") from None
     print(f"-> {out}")
     return out
 
