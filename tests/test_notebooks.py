@@ -95,7 +95,7 @@ def test_a_bar_is_in_place_of_the_rows(within, tmp_path, monkeypatch, capsys, sh
     monkeypatch.setattr(Recorder, "keep", fails)
     with pytest.raises(vgrout.RunFailed):
         vgrout.train_run("smoke", **flags)
-    capsys.readouterr()
+    assert "0 of 2 steps" in capsys.readouterr().out  # checkpoints are asked for in every step
     tqdm.write("later", file=sys.stdout)
     assert capsys.readouterr().out == "later\n"
 
