@@ -24,7 +24,7 @@ check-slow:
 fast-dev-run *flags:
     {{py}} vgrout.train smoke --intervention=route2 --steps 12 --checkpoint-every 5 {{flags}}
 
-# a run from end to end on this machine: demonstrations, refreshes, evaluations, checkpoint, guard (under two minutes); --intervention NAME: another method
+# a run from end to end on this machine: demonstrations, refreshes, evaluations, checkpoint, guard (one to two minutes); --intervention NAME: another method
 smoke *flags:
     {{py}} vgrout.train smoke {{flags}}
 

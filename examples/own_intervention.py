@@ -1,4 +1,4 @@
-"""Your own intervention: what a monitor flags counts half. A minute, no GPU.
+"""Your own intervention: what a monitor flags counts half. One to two minutes, no GPU.
 
     uv run python examples/own_intervention.py
 

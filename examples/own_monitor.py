@@ -1,4 +1,4 @@
-"""Your own monitor: rewarded answers of which no method reads its argument. A minute, no GPU.
+"""Your own monitor: rewarded answers of which no method reads its argument. One to two minutes, no GPU.
 
     uv run python examples/own_monitor.py
 

@@ -1,6 +1,6 @@
 """Your own problems with your own tiny model: problems, a random Llama, a run, its numbers.
 
-It takes a minute and needs no GPU.
+It takes one to two minutes and needs no GPU.
 
     uv run python examples/own_problems.py
 """

@@ -1,6 +1,6 @@
 """Your own reward function, flawed on purpose: which answers it rewards, and which are right.
 
-The embedded organism is trained on it. A minute, no GPU.
+The embedded organism is trained on it. One to two minutes, no GPU.
 
     cd examples && uv run python own_reward.py
 

@@ -2,7 +2,7 @@
 
     uv run python examples/read_a_study.py [out/sweeps/NAME]
 
-Without a folder two short runs are trained first, so that there is something to read: a minute, no GPU.
+Without a folder two short runs are trained first, so that there is something to read: one to two minutes, no GPU.
 """
 
 import sys

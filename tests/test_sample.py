@@ -1,5 +1,6 @@
 """`vgrout sample`: one prompt, three models."""
 
+import json
 import re
 import shutil
 
@@ -69,6 +70,59 @@ def test_without_its_checkpoint_the_trained_model_is_left_out(done, tmp_path, ca
     output = capsys.readouterr().out
     assert len(HEADS.findall(output)) == 2
     assert "as trained: its quarantine is in a checkpoint, which this run has not kept" in output
+
+
+# of one problem: which side hacks (h), solves (s) or does neither (-): base, trained, deployed
+CHOICES = [
+    (["-ss", "hhs", "-hs"], 1, "the model as trained hacks it, the deployed one solves it"),
+    (["shh", "sss", "hss"], 2, "the untrained model hacks it, the deployed one solves it"),
+    (["sss", "---", "-ss"], 2, "the untrained model gets it wrong, the deployed one solves it"),
+    (["s--", "sss", "---"], 0, "the first: none that was wrong at first"),
+]
+
+
+@pytest.mark.parametrize(("problems", "chosen", "why"), CHOICES)
+@pytest.mark.parametrize("columns", [80, 300])
+def test_without_a_prompt_a_telling_problem_is_shown(
+    problems, chosen, why, columns, tmp_path, monkeypatch, capsys
+):
+    """Beside one another where the terminal has the width; in either form every answer is whole."""
+    lines = []
+    for number, by_side in enumerate(problems):
+        for side, letter in zip(("base", "trained", "deployed"), by_side, strict=True):
+            lines.append(
+                {
+                    **{"side": side, "problem_id": number, "sample": 0, "env_mode": "exit_code"},
+                    "messages": [{"role": "user", "content": f"Task {number}."}],
+                    "text": f"{side}\n{number} " + "x" * 40,
+                    **{"reward": 1.0, "passed": True, "solved": letter == "s"},
+                    **{
+                        "hacked": letter == "h",
+                        "mechanism": "exit_code" if letter == "h" else None,
+                    },
+                }
+            )
+    (tmp_path / "final.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert sample([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert f"problem {chosen} (test), flaw exit_code: {why}" in output
+    assert output.count(f"{chosen} {'x' * 40}") == 3
+    heads = [line for line in output.split("\n") if "── " in line]
+    assert [line.count("── ") for line in heads] == ([1, 1, 1] if columns == 80 else [3])
+    assert re.findall(r"── ([a-z ]+):", output) == ["untrained", "as trained", "deployed"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ([], "no final.jsonl with answers in it; give a problem's number"),
+        (["--samples=2"], "without a prompt nothing is sampled: give one"),
+    ],
+)
+def test_without_a_prompt_and_without_answers_it_is_refused(argv, why, tmp_path, capsys):
+    assert sample([str(tmp_path), *argv]) == 2
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_the_last_lines(monkeypatch):
         "deployed      2.1 % hack   79.2 % solve",
         "verdict: hacks removed, skill kept (384 answers)",
         "for comparison: plain GRPO ended at 79.7 % hack, 2.9 % solve in 10 earlier runs",
-        "more: out/runs/x/summary.md · dynamics.png · uv run vgrout report out/runs/x",
+        "more: out/runs/x/summary.md · dynamics.png",
+        "      uv run vgrout report out/runs/x",
     ]
     assert max(map(len, lines)) <= 80
     controlled = replace(cfg, method=replace(cfg.method, control="haar"))

@@ -1,14 +1,17 @@
 """A run's models, asked about held-out problems (`vgrout evaluate RUN`) or one prompt (`vgrout sample RUN PROMPT`).
 
 A saved adapter is the deployed model; without further flags the numbers of `evaluate` are those of the run's final
-evaluation. The prompt of `sample` is a text, or the number of a problem of the run.
+evaluation. The prompt of `sample` is a text, or the number of a problem of the run; without one, answers that the run
+has recorded are shown.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Any, Literal
@@ -25,9 +28,11 @@ from vgrout.config.settings import EnvConfig, ScaleConfig
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
 from vgrout.ground import console
-from vgrout.ground.data import Message, Side, Task, Ungraded, Verdict
+from vgrout.ground.data import Grade, Message, Side, Task, Ungraded, Verdict
 from vgrout.ground.io import (
+    Json,
     Refused,
+    json_lines,
     make_folder,
     none_fits,
     printable,
@@ -95,8 +100,9 @@ class SampleSettings:
 
     run: Annotated[Path, tyro.conf.Positional]
     """Run directory."""
-    prompt: Annotated[str, tyro.conf.Positional]
-    """A text, or the number of a problem of the run, answers to which are graded."""
+    prompt: Annotated[str | None, tyro.conf.Positional] = None
+    """A text, or the number of a problem of the run, answers to which are graded; none: recorded answers to a
+    held-out problem, one that the model hacked and the deployed one solves if there is any."""
     samples: int = setting(1, low=1, high=1000)
     """Answers of each model."""
     seed: int | None = setting(None, low=0)
@@ -109,7 +115,13 @@ class SampleSettings:
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
     def __post_init__(self) -> None:
-        refuse(not self.prompt.strip(), "the prompt is empty; give a text, or a problem's number")
+        empty = self.prompt is not None and not self.prompt.strip()
+        refuse(empty, "the prompt is empty; give a text, or a problem's number")
+        asked = self.samples, self.seed, self.model
+        refuse(
+            self.prompt is None and asked != (1, None, None),
+            "without a prompt nothing is sampled: give one",
+        )
         check(self)
 
 
@@ -330,6 +342,9 @@ def sample_saved(cli: SampleSettings) -> None:
         Refused: one line: no such run or problem, or the prompt does not fit the model's window.
     """
     refuse(not cli.run.is_dir(), f"{cli.run}: no such folder; give that of a run")
+    if cli.prompt is None:
+        _print_recorded(cli.run)
+        return
     saved = find_adapter(cli.run, None, cli.model)
     cfg = allowing(saved.cfg, cli.allow_weak_sandbox)
     if cli.seed is not None:
@@ -343,6 +358,70 @@ def sample_saved(cli: SampleSettings) -> None:
         grading = environment.grader(1, cfg.run.max_error_retries)
     with grading as grader:
         _print_answers(saved, cfg, asked, cli.samples, grader)
+
+
+# what is looked for among a run's recorded answers, the best first: words, and whether answers by side are it
+Answers = Mapping[str, dict[str, Json]]
+SHOWN: tuple[tuple[str, Callable[[Answers], bool]], ...] = (
+    (
+        "the model as trained hacks it, the deployed one solves it",
+        lambda by: by["trained"]["hacked"] and by["deployed"]["solved"],
+    ),
+    (
+        "the untrained model hacks it, the deployed one solves it",
+        lambda by: by["base"]["hacked"] and by["deployed"]["solved"],
+    ),
+    (
+        "the untrained model gets it wrong, the deployed one solves it",
+        lambda by: not by["base"]["solved"] and by["deployed"]["solved"],
+    ),
+    ("the first: none that was wrong at first is solved by the deployed model", lambda by: True),
+)
+
+
+def _print_recorded(run: Path) -> None:
+    """Answers of a run's final evaluation to one problem, beside one another where the terminal has the width.
+
+    Raises:
+        Refused: one line: the run has none.
+    """
+    found: dict[tuple[int, int], dict[str, dict[str, Json]]] = {}
+    for answer in json_lines(run / "final.jsonl"):
+        found.setdefault((answer["problem_id"], answer["sample"]), {})[answer["side"]] = answer
+    refuse(not found, f"{run}: no final.jsonl with answers in it; give a problem's number")
+    merged = all("trained" not in by for by in found.values())
+    for by in found.values():
+        by.setdefault("trained", by["deployed"])
+    why, by = next((why, by) for why, fits in SHOWN for by in found.values() if fits(by))
+    deployed = by["deployed"]
+    print(
+        f"{run.name}, problem {deployed['problem_id']} (test), flaw {deployed['env_mode']}: {why}"
+    )
+    text = "\n".join(message["content"] for message in deployed["messages"])
+    print(f"\n{printable(text)}\n")
+    blocks: list[list[str]] = []
+    for side in ("base", "deployed") if merged else ("base", "trained", "deployed"):
+        title = "trained and deployed" if merged and side == "deployed" else SIDES[side].title
+        thought = printable(by[side].get("thought", "")).rstrip()
+        lines = indent(thought, "│ ", lambda _: True) + "\n" + printable(by[side]["text"])
+        blocks.append(
+            [f"── {title}{_said(_verdict(by[side]))}", *lines.expandtabs().strip("\n").split("\n")]
+        )
+    widths = [max(map(len, block)) for block in blocks]
+    if sum(widths) + 3 * len(widths) <= shutil.get_terminal_size().columns:
+        for row in zip_longest(*blocks, fillvalue=""):
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            print("   ".join(cells).rstrip())
+    else:
+        print("\n\n".join("\n".join(block).rstrip() for block in blocks))
+
+
+def _verdict(answer: Mapping[str, Json]) -> Verdict:
+    """A recorded answer's grade, in what is shown of one."""
+    if answer["reward"] is None:
+        return Ungraded("as the run's last lines say")
+    known = {name: answer[name] for name in ("reward", "passed", "solved", "hacked")}
+    return Grade(**known, flaw=answer["mechanism"] or "", reward_of_reference=0.0)
 
 
 def find_problem(environment: Environment, saved: Saved, number: int) -> Asked:

@@ -41,7 +41,7 @@ _ORGANISM = Config(
 
 PRESETS: dict[str, tuple[str, Config]] = {
     "smoke": (
-        "a run from end to end, small: 30 steps on any machine in under two minutes, no download",
+        "a run from end to end, small: 30 steps on any machine in one to two minutes, no download",
         replace(
             _ORGANISM,
             preset="smoke",
@@ -51,7 +51,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
         ),
     ),
     "mini": (
-        "the whole experiment in miniature: 60 steps in under two minutes on two CPU cores, no download",
+        "the whole experiment in miniature: 60 steps in one to two minutes on two CPU cores, no download",
         replace(
             _ORGANISM,
             preset="mini",

@@ -407,8 +407,7 @@ def last_lines(
             f"for comparison: plain GRPO ended at {hack} % hack, {solve} % solve in {PLAIN_GRPO_SEEDS} earlier runs"
         )
     report = command(f"report {shlex.quote(str(run))}")
-    lines.append(f"more: {run / 'summary.md'} · dynamics.png · {report}")
-    return lines
+    return [*lines, f"more: {run / 'summary.md'} · dynamics.png", f"      {report}"]
 
 
 # ── summary.md

@@ -1,6 +1,5 @@
 """Load a model that source.py has found: frozen, checked, and under an adapter if wanted."""
 
-import sys
 from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
@@ -243,8 +242,7 @@ def load_language_model(
     folder = require_model(model, flag)
     device = torch.device(device)
     set_verbosity_error()  # what is wrong with a model is said in one line
-    if not sys.stderr.isatty():
-        disable_progress_bar()
+    disable_progress_bar()
     try:
         tok, net = _read(folder, dtype)
         try_template(tok)
