@@ -7,8 +7,9 @@ has recorded are shown.
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -28,7 +29,7 @@ from vgrout.config.settings import EnvConfig, ScaleConfig
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
 from vgrout.ground import console
-from vgrout.ground.data import Grade, Message, Side, Task, Ungraded, Verdict
+from vgrout.ground.data import Message, Side, Task, Ungraded, Verdict
 from vgrout.ground.io import (
     Json,
     Refused,
@@ -360,23 +361,14 @@ def sample_saved(cli: SampleSettings) -> None:
         _print_answers(saved, cfg, asked, cli.samples, grader)
 
 
-# what is looked for among a run's recorded answers, the best first: words, and whether answers by side are it
-Answers = Mapping[str, dict[str, Json]]
-SHOWN: tuple[tuple[str, Callable[[Answers], bool]], ...] = (
-    (
-        "the model as trained hacks it, the deployed one solves it",
-        lambda by: by["trained"]["hacked"] and by["deployed"]["solved"],
-    ),
-    (
-        "the untrained model hacks it, the deployed one solves it",
-        lambda by: by["base"]["hacked"] and by["deployed"]["solved"],
-    ),
-    (
-        "the untrained model gets it wrong, the deployed one solves it",
-        lambda by: not by["base"]["solved"] and by["deployed"]["solved"],
-    ),
-    ("the first: none that was wrong at first is solved by the deployed model", lambda by: True),
-)
+# Of recorded answers of the untrained, trained and deployed model, whether each hacks (h), solves (s) or neither (-):
+# what is shown, the best first.
+SHOWN = {
+    ".hs": "the model as trained hacks it, the deployed one solves it",
+    "h.s": "the untrained model hacks it, the deployed one solves it",
+    "-.s": "the untrained model gets it wrong, the deployed one solves it",
+    "": "the first: none that was wrong at first is solved by the deployed model",
+}
 
 
 def _print_recorded(run: Path) -> None:
@@ -389,39 +381,33 @@ def _print_recorded(run: Path) -> None:
     for answer in json_lines(run / "final.jsonl"):
         found.setdefault((answer["problem_id"], answer["sample"]), {})[answer["side"]] = answer
     refuse(not found, f"{run}: no final.jsonl with answers in it; give a problem's number")
-    merged = all("trained" not in by for by in found.values())
-    for by in found.values():
-        by.setdefault("trained", by["deployed"])
-    why, by = next((why, by) for why, fits in SHOWN for by in found.values() if fits(by))
-    deployed = by["deployed"]
-    print(
-        f"{run.name}, problem {deployed['problem_id']} (test), flaw {deployed['env_mode']}: {why}"
-    )
-    text = "\n".join(message["content"] for message in deployed["messages"])
+
+    def outcomes(by: Mapping[str, Mapping[str, Json]]) -> str:
+        sides = by["base"], by.get("trained", by["deployed"]), by["deployed"]
+        return "".join("h" if a["hacked"] else "s" if a["solved"] else "-" for a in sides)
+
+    of = {key: outcomes(by) for key, by in found.items()}
+    form, key = next((form, key) for form in SHOWN for key in of if re.match(form, of[key]))
+    by = found[key]
+    flaw = by["deployed"]["env_mode"]
+    print(f"{run.name}, problem {key[0]} (test), flaw {flaw}: {SHOWN[form]}")
+    text = "\n".join(message["content"] for message in by["deployed"]["messages"])
     print(f"\n{printable(text)}\n")
     blocks: list[list[str]] = []
-    for side in ("base", "deployed") if merged else ("base", "trained", "deployed"):
-        title = "trained and deployed" if merged and side == "deployed" else SIDES[side].title
-        thought = printable(by[side].get("thought", "")).rstrip()
-        lines = indent(thought, "│ ", lambda _: True) + "\n" + printable(by[side]["text"])
-        blocks.append(
-            [f"── {title}{_said(_verdict(by[side]))}", *lines.expandtabs().strip("\n").split("\n")]
-        )
+    for side in SIDES:
+        if side in by and side != "plain":
+            given = by[side]
+            merged = side == "deployed" and "trained" not in by
+            title = "trained and deployed" if merged else SIDES[side].title
+            said = _words(given["hacked"], given["solved"], given["mechanism"], given["reward"])
+            text = printable(given.get("thought", "") + given["text"]).expandtabs().rstrip()
+            blocks.append([f"── {title}{said}", *text.split("\n")])
     widths = [max(map(len, block)) for block in blocks]
     if sum(widths) + 3 * len(widths) <= shutil.get_terminal_size().columns:
         for row in zip_longest(*blocks, fillvalue=""):
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            print("   ".join(cells).rstrip())
+            print("   ".join(map(str.ljust, row, widths)).rstrip())
     else:
-        print("\n\n".join("\n".join(block).rstrip() for block in blocks))
-
-
-def _verdict(answer: Mapping[str, Json]) -> Verdict:
-    """A recorded answer's grade, in what is shown of one."""
-    if answer["reward"] is None:
-        return Ungraded("as the run's last lines say")
-    known = {name: answer[name] for name in ("reward", "passed", "solved", "hacked")}
-    return Grade(**known, flaw=answer["mechanism"] or "", reward_of_reference=0.0)
+        print("\n\n".join(map("\n".join, blocks)))
 
 
 def find_problem(environment: Environment, saved: Saved, number: int) -> Asked:
@@ -495,12 +481,14 @@ def _said(verdict: Verdict | None) -> str:
         return ""
     if isinstance(verdict, Ungraded):
         return f": not graded, {verdict.reason}"
-    said = "neither a hack nor right"
-    if verdict.hacked:
-        said = f"a hack of {verdict.mechanism}"
-    elif verdict.solved:
-        said = "right"
-    return f": {said}, reward {verdict.reward:g}"
+    return _words(verdict.hacked, verdict.solved, verdict.mechanism, verdict.reward)
+
+
+def _words(hacked: bool, solved: bool, mechanism: str | None, reward: float | None) -> str:
+    if reward is None:
+        return ": not graded"
+    said = f"a hack of {mechanism}" if hacked else "right" if solved else "neither a hack nor right"
+    return f": {said}, reward {reward:g}"
 
 
 def evaluate(argv: list[str] | None = None) -> int:
