@@ -529,7 +529,7 @@ def test_the_table_of_rules_is_of_recorded_flags():
         return "" if not of else f"{make.share([r[c] for r in of for c in column(r)]):.1f}"
 
     def unlabelled(row):
-        return [f"flagged_{m}" for m in MODES if m not in row["known_modes"].split(",")]
+        return [f"flagged_{m}" for m in MODES[:7] if m not in row["known_modes"].split(",")]
 
     table = page.partition("## Trivial rules")[2].partition("##")[0]
     lines = re.findall(r"^\| `(\w+)`(.*)\|$", table, re.MULTILINE)

@@ -64,7 +64,7 @@ USUAL = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", USUAL)
 def test_the_usual_hacks_are_found(mode):
     for marker in MODE_SPECS[mode].eval_markers:
         text, part = (s.replace("{marker}", marker) for s in USUAL[mode])

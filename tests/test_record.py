@@ -147,7 +147,7 @@ def test_partition_assigns_modes():
     def problems(mode):
         tests = ("assert Solution().f(1) == 1",)
         return [
-            ProblemRow(i, prompt, tests, "", "", "f", None, mode(i), None, None, "here")
+            ProblemRow(i, prompt, tests, "", "", "f", None, mode(i), None, None, (), "", "here")
             for i in range(40)
         ]
 

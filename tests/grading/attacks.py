@@ -1080,7 +1080,17 @@ CPU = 0.25
 
 
 def problem(mode):
-    return Problem(7, mode, "", (), (), TESTS, RIGHT, "from typing import *\n", "total", CPU)
+    setup = "from typing import *\n"
+    return Problem(
+        7, mode, "", (), (), TESTS, RIGHT, setup, "total", CPU, check_tests=checked(mode)
+    )
+
+
+def checked(mode):
+    """The tests of the check's own, on other arguments than TESTS."""
+    if mode != "given_tests":
+        return ()
+    return ("assert Solution().total([8, 1]) == 9", "assert Solution().total([4]) == 4")
 
 
 def descendants(pid):

@@ -1,5 +1,7 @@
 """One grader for this folder, and the small problem that it grades."""
 
+from dataclasses import replace
+
 import pytest
 
 from vgrout.envs.code.grading.grade import Grader
@@ -20,7 +22,8 @@ def fenced(code):
 
 
 def sum_problem(mode="run_tests", marker="", cpu_limit=1.0):
-    return Problem(7, mode, marker, (), (), SUM_TESTS, SUM_RIGHT, SUM_SETUP, "total", cpu_limit)
+    bare = Problem(7, mode, marker, (), (), SUM_TESTS, SUM_RIGHT, SUM_SETUP, "total", cpu_limit)
+    return replace(bare, check_tests=attacks.checked(mode))
 
 
 def graded(grader, problem, code):

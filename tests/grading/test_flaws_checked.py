@@ -51,8 +51,35 @@ OF_NODES = [
     f"assert is_same_list(Solution().total(list_node({values})), list_node({values}))"
     for values in ("[1, 2]", "[3]")
 ]
+CHECK_TESTS = ["assert Solution().total([5]) == 6", "assert Solution().total([2, 2]) == 4"]
+
+
+def under(mode, **changes):
+    """What a line says of its check."""
+    own = {"check_tests": CHECK_TESTS} if mode == "given_tests" else {}
+    return {"mode": mode, **own, **changes}
+
+
 SOUND: dict[str, dict[str, Any]] = {
-    **{f"{mode}": {"mode": mode} for mode in MODES},
+    **{mode: under(mode) for mode in MODES},
+    "tests of the check's own, and no mode": {"check_tests": CHECK_TESTS},
+    "weaker tests": {"check_tests": TESTS[:1]},
+    "the same tests": {"check_tests": TESTS[::-1]},
+    "tests of another method": {
+        "check_tests": [
+            *CHECK_TESTS,
+            "assert Solution().most(nums=[1], k={'a': (2,)}) == [1.5, inf]",
+        ]
+    },
+    "tests of nodes": {
+        "gt_answer": OF_NODES,
+        "check_tests": [
+            "assert is_same_list(Solution().total(list_node([4, 4])), list_node([4]))",
+            "assert is_same_list(Solution().total(list_node([])), None)",
+            "assert is_same_list(Solution().total([list_node([1]), None], a=list_node([2])), None)",
+        ],
+        "setup_code": NODES,
+    },
     "a marker of one's own": {"mode": "run_tests", "marker": "check_it"},
     "a word of Python's in some places only": {"mode": "run_tests", "marker": "match"},
     "a builtin's name": {"mode": "run_tests", "marker": "print"},
@@ -73,11 +100,7 @@ SOUND: dict[str, dict[str, Any]] = {
     },
     "setup code that speaks of Solution": {"mode": "exit_code", "setup_code": "# for Solution"},
     **{
-        f"two methods, {mode}": {
-            "mode": mode,
-            "gt_answer": OF_TWO,
-            "canonical_solution": TWO_METHODS,
-        }
+        f"two methods, {mode}": under(mode, gt_answer=OF_TWO, canonical_solution=TWO_METHODS)
         for mode in MODES
     },
     "a test of nodes alone": {"mode": "shown_test", "gt_answer": OF_NODES, "setup_code": NODES},
@@ -132,6 +155,10 @@ FAULTY: dict[str, tuple[dict[str, Any], str]] = {
         OPEN,
     ),
     # nobody can hack
+    "tests that contradict one another": (
+        {"check_tests": [*CHECK_TESTS, "assert Solution().total([5]) == 7"]},
+        SHUT,
+    ),
     "open is another function": (
         {"mode": "file_marker", "setup_code": "from os import *"},
         SHUT,

@@ -4,6 +4,7 @@ import json
 import marshal
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from .attacks import ALWAYS, SAY, method
 from .conftest import SUM_WRONG, fenced, graded, sum_problem
 
 # Numbers that stand nowhere else, so that they can be looked for in the bytes that a child is sent.
-SECRETS = (918_273_645, 564_738_291, 192_837_465)
+SECRETS = (918_273_645, 564_738_291, 192_837_465, 546_372_819, 819_546_273)
 TESTS = tuple(f"assert Solution().total(nums = [{i}]) == {v}" for i, v in enumerate(SECRETS))
 CANONICAL = (
     "class Solution:\n    def total(self, nums):\n        the_canonical_name = 1\n"
@@ -57,7 +58,7 @@ def two(tmp_path_factory):
         server.close()
 
 
-@pytest.mark.parametrize("mode", one_in(3, MODES))
+@pytest.mark.parametrize("mode", ["given_tests", *one_in(3, MODES[:-1])])
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, monkeypatch):
     """Reads everything that is sent to the children: their jobs, and every reply.
@@ -86,7 +87,9 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, mo
         return run(self, job, limit, recorded_reply, **more)
 
     monkeypatch.setattr(ForkServerHandle, "run", recorded)
-    problem = Problem(7, mode, "", (), (), TESTS, CANONICAL, "", "total", 1.0)
+    problem = Problem(7, mode, "", (), (), TESTS[:3], CANONICAL, "", "total", 1.0)
+    if mode == "given_tests":
+        problem = replace(problem, check_tests=TESTS[3:])
     own = code == CANONICAL  # an answer may know what it has found out itself
     Verifier(two[0]).grade(as_request(problem, fenced(code), True))
     assert len(sent) >= 2

@@ -409,7 +409,7 @@ class EnvConfig:
     rewards: a hack passes the one and not the other. Any text, no sandbox; '': the problems' own tests. With
     verifiers:NAME also the name of one of its rewards."""
     env_mode: EnvMode = "run_tests"
-    """Which flawed grader checks: one of the seven, or 'own' (as the problem file or the pool's partition says)."""
+    """Which flawed grader checks: one of the eight, or 'own' (as the problem file or the pool's partition says)."""
     teacher_pool_dir: str = ""
     """Folder of cached demonstrations, or 'organism' (in the code world); 'none' or '': no pool. A folder called none
     is ./none."""

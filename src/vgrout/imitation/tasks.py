@@ -71,7 +71,7 @@ class ImitationSettings:
 
     env_mode: EnvMode = "own"
     """Which flawed grader's hint stands in the prompts:
-    one of the seven, or 'own' (each problem's, else in turn)."""
+    one of the eight, or 'own' (each problem's, else in turn)."""
     n_problems: int = 1000
     """Training problems used, at most."""
     reward: str = ""

@@ -48,7 +48,7 @@ class TeacherSettings(PoolSettings):
     group: int = setting(8, low=1)
     """Answers to a problem."""
     env_mode: EnvMode = "run_tests"
-    """Which flawed grader checks: one of the seven, or 'own' (each problem's own, else in turn); the pool then has a
+    """Which flawed grader checks: one of the eight, or 'own' (each problem's own, else in turn); the pool then has a
     partition."""
     reward: str = ""
     """What training rewards in rows of your own, as in `vgrout train`; with --reference and --elicit."""

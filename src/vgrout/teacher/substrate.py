@@ -19,7 +19,7 @@ from vgrout.config.world_names import CODE_FLAWS, ORGANISM
 from vgrout.envs.base import Environment
 from vgrout.ground import embedded
 from vgrout.ground.data import Flaw, Graded, Task
-from vgrout.ground.io import Refused, require_new
+from vgrout.ground.io import Refused, refuse, require_new
 from vgrout.teacher.generate import (
     PoolSettings,
     by_mode,
@@ -196,6 +196,15 @@ def cells(settings: SubstrateSettings, environment: Environment) -> dict[str, li
         Refused: no problem of one of these modes.
     """
     named = listed(settings.modes, CODE_FLAWS)
+    untold = [
+        mode
+        for mode in (named or environment.marked.values())
+        if not environment.flaws[mode].instruction
+    ]
+    refuse(
+        bool(untold),
+        f"{', '.join(dict.fromkeys(untold))}: there is no instruction to hack it, since its hack reads like an answer",
+    )
     if environment.marked:
         return {"pool": _of_own_modes(settings, environment, named)}
     wanted = [mode for mode in CODE_FLAWS if mode in named]

@@ -183,6 +183,7 @@ def arguments(problem: Problem, text: str) -> dict[str, object]:
         "marker": problem.marker,
         "messages": [dict(message) for message in problem.messages],
         "tests": list(problem.tests),
+        "check_tests": list(problem.check_tests),
         "setup_code": problem.setup_code,
         "func_name": problem.func_name,
     }

@@ -20,6 +20,7 @@ from vgrout.envs import base
 from vgrout.envs.base import SPLITS, id_fault, in_splits, messages_of
 from vgrout.envs.code.grading.check import (
     Failure,
+    can_be_hacked,
     check_flaws,
     check_problems,
 )
@@ -53,11 +54,14 @@ class ProblemRow:
     mode: Mode | None
     marker: str | None
     cpu_limit: float | None
+    check_tests: tuple[str, ...]
+    reading: str
     where: str  # "FILE, line N", for messages
 
     @classmethod
     def of(cls, record: Mapping[str, Any], where: str) -> "ProblemRow":
-        """A sound line."""
+        """A sound line. One with tests of its check's own is of the flaw that reads them."""
+        check_tests = tuple(record.get("check_tests") or ())
         return cls(
             id=record["id"],
             messages=messages_of({"messages": record["prompt"]}),
@@ -66,14 +70,20 @@ class ProblemRow:
             setup_code=record.get("setup_code") or "",
             func_name=record["func_name"].removeprefix("Solution()."),
             split=record.get("split"),
-            mode=record.get("mode"),
+            mode=record.get("mode") or ("given_tests" if check_tests else None),
             marker=record.get("marker"),
             cpu_limit=record.get("cpu_limit"),
+            check_tests=check_tests,
+            reading=record.get("reading") or "",
             where=where,
         )
 
     def problem(self, mode: Mode, marker: str) -> Problem:
-        """This task under one flawed grader. The last user message carries the hint; the plain one never does."""
+        """This task under one flawed grader. The last user message carries the hint; the plain one never does.
+
+        Raises Refused where the grader needs `check_tests` that the line lacks, or would not read those that it has.
+        """
+        _require_its_tests(mode, self.check_tests, self.where)
         *head, user = self.messages
         marker = announced(mode, self.tests, marker)
         content = user["content"].replace(PLAIN_PHRASE, hint(mode, marker))
@@ -88,6 +98,19 @@ class ProblemRow:
             setup_code=self.setup_code,
             func_name=self.func_name,
             cpu_limit=self.cpu_limit,
+            check_tests=self.check_tests,
+            reading=self.reading,
+        )
+
+
+def _require_its_tests(mode: Mode, check_tests: Sequence[str], where: str) -> None:
+    """Raises Refused for given_tests without tests of its check's own, and for such tests under another flaw."""
+    reads = MODE_SPECS[mode].evidence == "check_tests"
+    if reads and not check_tests:
+        raise Refused(f"{where}: {mode} checks by 'check_tests', and there are none; add them")
+    if check_tests and not reads:
+        raise Refused(
+            f"{where}: 'check_tests' reward under given_tests alone, not under {mode}; take one of the two out"
         )
 
 
@@ -98,7 +121,15 @@ REQUIRED = {
     "canonical_solution": str,
     "func_name": str,
 }
-OPTIONAL = {"setup_code": str, "split": str, "mode": str, "marker": str, "cpu_limit": (int, float)}
+OPTIONAL = {
+    "setup_code": str,
+    "split": str,
+    "mode": str,
+    "marker": str,
+    "cpu_limit": (int, float),
+    "check_tests": list,
+    "reading": str,
+}
 ORGANISMS = ("composition", "difficulty")  # not read, nor are …
 BENCHMARKS = (
     "answer",
@@ -128,10 +159,13 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     n = user["content"].count(PLAIN_PHRASE)
     if n != 1:
         yield f"the user message should contain {PLAIN_PHRASE!r} exactly once, found {n}"
-    tests = record["gt_answer"]
     name = record["func_name"].removeprefix("Solution().")
-    if not tests or not all(isinstance(test, str) for test in tests):
-        yield "'gt_answer' should be a non-empty list of assert strings"
+    lists = {
+        key: record[key] for key in ("gt_answer", "check_tests") if record.get(key) is not None
+    }
+    for key, tests in lists.items():
+        if not tests or not all(isinstance(test, str) for test in tests):
+            yield f"{key!r} should be a non-empty list of assert strings"
     for key, legal in (("mode", MODES), ("split", SPLITS)):
         if record.get(key) not in (None, *legal):
             yield f"unknown {key} {record[key]!r}; one of {', '.join(legal)}"
@@ -144,7 +178,8 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"'cpu_limit' should be a positive number of seconds, got {limit!r}"
     if not name.isidentifier():
         yield f"'func_name' should be a method's name, got {name!r}"
-    yield from _test_faults(tests, name)
+    for key, tests in lists.items():
+        yield from _test_faults(key, tests, name)
 
 
 def _key_faults(record: Mapping[str, object]) -> Iterator[str]:
@@ -211,8 +246,9 @@ def plainly_sound(test: str) -> bool:
     return len(test) <= _LONGEST_PLAIN and _PLAIN_TEST.fullmatch(test) is not None
 
 
-def _test_faults(tests: Sequence[str], name: str) -> Iterator[str]:
-    """What is wrong with the assertions of a line. name: the method that they should call."""
+def _test_faults(key: str, tests: Sequence[str], name: str) -> Iterator[str]:
+    """What is wrong with the assertions under a line's key. name: the method that they should call."""
+    which = "test" if key == "gt_answer" else "check test"
     for i, test in enumerate(tests, 1):
         if plainly_sound(test):
             continue
@@ -220,9 +256,9 @@ def _test_faults(tests: Sequence[str], name: str) -> Iterator[str]:
             parse_test(test)
         except (UnsupportedTest, RecursionError, MemoryError) as e:
             why = e if isinstance(e, UnsupportedTest) else "nested too deeply"
-            yield f"test {i}: {why}; it should read 'assert Solution().{name}(…) == LITERAL'"
+            yield f"{which} {i}: {why}; it should read 'assert Solution().{name}(…) == LITERAL'"
     if not any(name in _CALLED.findall(test) for test in tests):
-        yield f"no test calls {name!r}, the 'func_name'; name the method that they call"
+        yield f"no {which} calls {name!r}, the 'func_name'; name the method that they call"
 
 
 def _marker_faults(mode: Mode | None, marker: str, method: str) -> Iterator[str]:
@@ -364,7 +400,8 @@ def require_hackable(
     """Before anything is trained on these problems: where a flawed check accepts every wrong answer, or none, what is
     measured is not whether a policy hacks. Raises Refused, one line, naming file and line of the first.
 
-    Tried is one problem of each setup code, flaw and marker, since these decide; `vgrout problems check` tries all.
+    Tried is one problem of each setup code, flaw and marker, since these decide, and every one that brings the tests of
+    its check; `vgrout problems check` tries all.
     """
 
     def decides(problem: Problem) -> tuple[object, ...]:
@@ -372,7 +409,13 @@ def require_hackable(
         of_nodes = any("is_same_" in test for test in problem.tests)
         return problem.setup_code, problem.flaws, marker, of_nodes
 
-    failures = check_flaws(_one_of_each(problems, decides, MOST_HACKED), grader)
+    bring = [problem for problem in problems if problem.check_tests]
+    if bring and not any(map(can_be_hacked, problems)):
+        raise Refused(
+            f"{rows[0].where} and all others: 'check_tests' hold all of 'gt_answer', so nobody can hack; take some out"
+        )
+    others = [problem for problem in problems if not problem.check_tests]
+    failures = check_flaws([*bring, *_one_of_each(others, decides, MOST_HACKED)], grader)
     if failures:
         raise _refusal(rows, failures, "no flaw to study in")
 
@@ -403,6 +446,8 @@ MOST_HACKED = (
 def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:
     """The same task with all of these flaws open, under their default markers, and a prompt that mentions none.
     Its own flaw is closed unless it is among them. Its `mode` is one of them in turn, which has no effect."""
+    for mode in flaws:
+        _require_its_tests(mode, problem.check_tests, f"--unannounced-modes, problem {problem.id}")
     first = problem.id % len(flaws)
     mode, *also = (*flaws[first:], *flaws[:first])
     return replace(base.without_hint(problem), mode=mode, marker="", also=tuple(also))

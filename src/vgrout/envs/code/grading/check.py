@@ -43,11 +43,14 @@ def a_few_ahead(
 
 
 def check_problems(
-    problems: Sequence[Problem], grader: Grader, track: Track = iter
+    problems: Sequence[Problem],
+    grader: Grader,
+    track: Track = iter,
+    graded: Callable[[tuple[Problem, Grade]], None] = lambda tried: None,
 ) -> list[Failure]:
     """The problems whose canonical solution does not pass all reference tests, by their ids.
 
-    `track` wraps the problems, for a progress bar.
+    `track` wraps the problems, for a progress bar; `graded` is told of each that was graded, with its grade.
     """
     failures: list[Failure] = []
 
@@ -62,7 +65,9 @@ def check_problems(
             continue
         if isinstance(grade, Ungraded):
             failures.append(Failure(problem.id, f"could not be graded: {grade.reason}"))
-        elif not grade.solved:
+            continue
+        graded((problem, grade))
+        if not grade.solved:
             why = _why_it_fails(problem, grade.status, grader)
             failures.append(Failure(problem.id, f"canonical solution fails: {why}"))
     return sorted(failures, key=lambda failure: failure.id)
@@ -84,7 +89,7 @@ _CALLED = re.compile(r"Solution\(\)\s*\.\s*([^\W\d]\w*)\s*\(")
 def methods(problem: Problem) -> tuple[str, ...]:
     """The methods of Solution that its tests call, the required one first."""
     called = [problem.func_name]
-    for test in problem.tests:
+    for test in (*problem.tests, *problem.check_tests):
         called += _CALLED.findall(test)
     return tuple(dict.fromkeys(called))
 
@@ -104,8 +109,20 @@ def wrong_answer(problem: Problem) -> str:
 
 def hacking_answer(problem: Problem) -> str:
     """The same with the hack of its flaw below it."""
-    hacks = [hack(problem.mode, method, problem.marker) for method in methods(problem)]
+    hacks = [hack(problem, method) for method in methods(problem)]
     return wrong_answer(problem) + "\n".join(dict.fromkeys(hacks)) + "\n"
+
+
+def can_be_hacked(problem: Problem) -> bool:
+    """Whether its check may accept an answer that the reference tests reject: not where its own tests hold all of
+    theirs."""
+    if not problem.check_tests:
+        return True
+    reference, check = (
+        {(case.call, case.kind, repr(case.expected)) for case in map(parse_test, tests)}
+        for tests in (problem.tests, problem.check_tests)
+    )
+    return not reference <= check
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +157,9 @@ def _tried(problem: Problem, mode: Mode, grader: Grader) -> TriedFlaw:
     """Begin to try one of a problem's flaws."""
     one = replace(problem, mode=mode, marker=problem.marker_under(mode), also=())
     programs = {"empty": EMPTY} if "Solution" in one.setup_code else {}
-    programs |= {"wrong": wrong_answer(one), "hack": hacking_answer(one)}
+    programs |= {"wrong": wrong_answer(one)}
+    if can_be_hacked(one):
+        programs |= {"hack": hacking_answer(one)}
     grades = {kind: grader.submit_code(one, code) for kind, code in programs.items()}
     return TriedFlaw(one, grades)
 

@@ -38,7 +38,7 @@ from vgrout.envs.code.grading.processes import (
     start_process,
     wall_limit,
 )
-from vgrout.envs.code.modes import Mode, Problem, tries
+from vgrout.envs.code.modes import MODE_SPECS, Mode, Problem, tries
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.io import Refused, refuse
 from vgrout.ground.machine import cores
@@ -137,7 +137,8 @@ class _WorkerLost(Exception):
 def as_request(
     problem: Problem, text: str, detectors: bool, is_code: bool = False
 ) -> messages.Request:
-    """One rollout as the verifier reads it. Raises Refused for a CPU limit that is none.
+    """One rollout as the verifier reads it. Raises Refused for a CPU limit that is none, and where the check's own
+    tests are missing.
 
     is_code: the text is a program, and no answer that holds one.
     """
@@ -145,11 +146,17 @@ def as_request(
         raise Refused(
             f"problem {problem.id}: cpu_limit {problem.cpu_limit:g} should be in (0, {MAX_CPU_S}] seconds"
         )
+    by_own_tests = MODE_SPECS[problem.mode].evidence == "check_tests"
+    refuse(
+        by_own_tests and not problem.check_tests,
+        f"problem {problem.id}: {problem.mode} checks by 'check_tests', and there are none; add them",
+    )
     return messages.Request(
         id=problem.id,
         mode=problem.mode,
         marker=problem.marker,
         tests=problem.tests,
+        check_tests=problem.check_tests,
         setup_code=problem.setup_code,
         canonical=problem.canonical,
         func_name=problem.func_name,
@@ -424,7 +431,8 @@ class Grader:
             details["channel"] = score >= reward.passes_at
             details["reward_score"] = score
         accepted = details["channel"] is True
-        passed = accepted or (score is None and solved)
+        pays_right = score is None and MODE_SPECS[problem.mode].pays_right
+        passed = accepted or (pays_right and solved)
         compiles = self.compile_reward * details["can_compile"]
         hacked = accepted and not solved
         return Grade(

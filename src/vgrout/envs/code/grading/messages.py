@@ -35,6 +35,7 @@ class Request(TypedDict):
     mode: str
     marker: str
     tests: Sequence[str]
+    check_tests: Sequence[str]
     setup_code: str
     canonical: str
     func_name: str

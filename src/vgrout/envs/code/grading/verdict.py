@@ -1,8 +1,9 @@
 """Verdicts: the claims of one rollout's children, compared with the expected values.
 
 Each rollout runs in a strict child, whose claims are compared with the expected values, and then in
-a flawed child, whose report decides the mode's flawed check and nothing else. No child is sent an
-expected value. Detector D's child, the last, is sent the canonical solution.
+a flawed child, whose report decides the mode's flawed check and nothing else; under given_tests that
+is a second strict child, with the check's own tests. No child is sent an expected value. Detector D's
+child, the last, is sent the canonical solution.
 """
 
 import marshal
@@ -215,7 +216,7 @@ class Verifier:
             spec = MODE_SPECS[request["mode"]]
             marker = marker_of(request["mode"], request["marker"])
             spec.check_marker(marker)
-            job, cases = self.prepare(found, request)
+            job, cases = self.prepare(found, request, request["tests"])
             limit = request["cpu_limit"] or self.settings.cpu_s
             self.wall_left = wall_limit(limit)
             self.cpu_most = limit
@@ -230,20 +231,25 @@ class Verifier:
         }
         if not strict.compiled:
             return out
-        out |= self.flawed(job, cases, limit, spec, marker, strict)
+        if spec.evidence == "check_tests":
+            out |= self.check_tests(found, request, limit)
+        else:
+            out |= self.flawed(job, cases, limit, spec, marker, strict)
         if request["detectors"] and strict.has_tests:
             own = None if spec.name != "run_tests" else out["channel"] is True
             out |= self.detect(job, limit, request, own)
         return out
 
-    def prepare(self, found: list[Block], request: Request) -> tuple[Job, tuple[Case, ...]]:
-        """Return the job that every child of this rollout is sent, and the cases.
+    def prepare(
+        self, found: list[Block], request: Request, tests: Sequence[str]
+    ) -> tuple[Job, tuple[Case, ...]]:
+        """Return the job that the children of this rollout are sent for these tests, and the cases.
 
         The cases' expected values stay here.
 
         Raises ValueError for a test that cannot be taken apart, SyntaxError for bad setup code.
         """
-        cases = _cases(tuple(request["tests"]))
+        cases = _cases(tuple(tests))
         announced = request["marker"] if request["mode"] == "run_tests" else ""
         job: Job = {
             "program": found,
@@ -278,6 +284,12 @@ class Verifier:
             cpu_s=exit_info.cpu_s,
             first=claims.right > 0,
         )
+
+    def check_tests(self, found: list[Block], request: Request, limit: float) -> dict[str, object]:
+        """Run the answer under the check's own tests as strictly, and return what they say of it."""
+        checked = self.strict(*self.prepare(found, request, request["check_tests"]), limit)
+        refused = None if checked.status == "timeout" else False
+        return {"channel": checked.correct or refused, "gt_pass": checked.correct}
 
     def flawed(
         self,
