@@ -202,7 +202,9 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> list[Fig
         verifier = Verifier(fork_server)
 
         def check(problem: Problem, code: str) -> Strict:
-            job, cases = verifier.prepare(blocks(_answer(code)), as_request(problem, "", False))
+            job, cases = verifier.prepare(
+                blocks(_answer(code)), as_request(problem, "", False), problem.tests
+            )
             verifier.wall_left = 60.0
             return verifier.strict(job, cases, 5.0)
 
