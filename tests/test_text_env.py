@@ -17,6 +17,7 @@ from loguru import logger
 
 import tiny
 from runs import rows, run
+from vgrout.commands.check import _verdict
 from vgrout.commands.check import problems as check_problems
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
@@ -568,6 +569,37 @@ def test_both_functions_are_tried_on_answers(flags, world, capsys):
     assert said in (out.err.splitlines()[-1] if code else out.out)
     if not code:
         assert out.out.count(" · row ") == 3
+
+
+VERDICTS = [  # rewards → the verdict on a run, and what else is said
+    ([0.0] * 22 + [1.0] * 2, "yes", "2 of 24 answers earn another reward than 0"),
+    ([1.0] * 3 + [0.4] * 3, "yes", "none is right"),
+    ([0.0] * 24, "undecided", "--answers 120"),
+    ([0.0] * 23 + [1.0], "undecided", "--answers 120"),
+    ([0.0] * 96, "no", "reward parts of the way"),
+    ([0.0] * 400 + [1.0] * 2, "no", "ask for less"),
+    ([1.0] * 96, "no", "ask for more than the model can do already"),
+]
+
+
+@pytest.mark.parametrize(("rewards", "verdict", "said"), VERDICTS)
+def test_a_check_ends_with_a_verdict(rewards, verdict, said):
+    grades = []
+    for reward in rewards:
+        passed = reward == 1.0
+        grades.append(
+            Grade(
+                reward=reward,
+                passed=passed,
+                solved=False,
+                hacked=passed,
+                flaw="x",
+                reward_of_reference=0.0,
+            )
+        )
+    line = _verdict(grades)
+    assert line.startswith(f"{verdict}: ")
+    assert said in line
 
 
 @pytest.fixture(scope="module")

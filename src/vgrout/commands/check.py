@@ -11,6 +11,7 @@ own mode.
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ _WITHOUT = {
     "test": 'a run is refused; mark some with "split": "test", or add a file with --test-problems',
 }
 EXAMPLES = 3  # answers that are shown
+ENOUGH = 60  # answers: of what is not among them there is less than 5 %, with 95 % confidence
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ def check_rows(settings: CheckSettings) -> int:
             return 1
     print("\n".join(_tried(graded, "model" if settings.model else "rows' answers")))
     print(_splits_line({name: len(part) for name, part in environment.tasks().items()}))
+    grades = [grade for _, _, grade in graded]
+    print("can it train? " + (_verdict(grades) if settings.model else "say whose answers: --model"))
     return 0
 
 
@@ -212,6 +216,24 @@ def _tried(graded: Sequence[tuple[Task, str, Grade]], whose: str) -> list[str]:
             examples.append((before, f"{name} · row {row.id} · reward {grade.reward:g} · {said!r}"))
     examples.sort(key=lambda example: example[0])  # one of each kind first
     return lines + [line for _, line in examples[:EXAMPLES]]
+
+
+def _verdict(grades: Sequence[Grade]) -> str:
+    """Whether GRPO, which learns from answers to one prompt whose rewards differ, has something to learn from."""
+    n = len(grades)
+    (reward, alike), *_ = Counter(grade.reward for grade in grades).most_common(1)
+    said = f"{n - alike} of {n} answers earn another reward than {reward:g}"
+    if n - alike >= max(2, 0.02 * n):
+        said = f"yes: {said}"
+    elif n < ENOUGH:
+        said = f"undecided: {said}; ask for more with --answers {2 * ENOUGH}"
+    elif 2 * sum(grade.passed for grade in grades) > n:
+        said = f"no: {said}; ask for more than the model can do already"
+    else:
+        said = f"no: {said}; show the form in the prompt, ask for less, or reward parts of the way"
+    if not any(grade.solved for grade in grades):
+        said += "; none is right, so it may learn to hack, hardly to solve"
+    return said
 
 
 def _splits_line(sizes: Mapping[str, int]) -> str:
