@@ -71,15 +71,25 @@ def test_a_file_of_python_is_named_as_a_module(here):
 @pytest.mark.parametrize(
     ("flags", "form"),
     [
-        (["--env=nothing:X"], "module:Class"),
-        (["--intervention=screen", "--monitor=nothing:X"], "module:Class"),
-        (["--intervention=route2", "--monitor=online_probe", "--seed-monitor=nothing:X"], "module:Class"),
-        (["--reward=nothing:x", "--reference=nothing:x"], "module:function"),
+        (["--env=json:nothing"], "module:Class"),
+        (["--intervention=screen", "--monitor=json:nothing"], "module:Class"),
+        (["--intervention=route2", "--monitor=online_probe", "--seed-monitor=json:nothing"], "module:Class"),
+        (["--reward=json:nothing", "--reference=json:nothing"], "module:function"),
     ],
 )  # fmt: skip
 def test_a_name_that_cannot_be_imported_is_asked_for_in_its_form(here, flags, form):
     with pytest.raises(ValueError, match=rf"cannot be imported .*; give {form}\Z"):
         resolve(["mini", *flags])
+
+
+@pytest.mark.parametrize(
+    "flags", [["--monitor=nothing:X"], ["--reward=nothing.of:f", "--reference=json:dumps"]]
+)
+def test_where_a_module_was_searched_is_said(here, flags):
+    with pytest.raises(
+        ValueError, match=rf"No module named 'nothing'\); searched: {here}, and what is"
+    ):
+        resolve(["mini", "--intervention=screen", *flags])
 
 
 def test_a_flag_may_have_underscores():
@@ -225,6 +235,7 @@ REFUSED = {
     "train mini --organism out/mine --intervention none": "--organism out/mine/manifest.json: not there; `vgrout or",
     "train full --problems openai/gsm8k": "openai/gsm8k: no such problem file; `vgrout download data` fetches the",
     "train full --problems data/mine.jsonl": "data/mine.jsonl: no such problem file; `vgrout download data` fetches",
+    "train mini --problems gone.jsonl": "--problems gone.jsonl: no such file",
     "train mini --intervention screen --monitor mine.py:X": "--monitor mine.py:X: cannot be imported (Module",
     "train full --model x.safetensors --problems good.jsonl": "--model x.safetensors: a file; give the folder",
     # in words that were typed

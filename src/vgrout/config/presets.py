@@ -257,8 +257,12 @@ def _require_world(preset: str, given: Mapping[str, str]) -> None:
     usual = PRESETS[preset][1].env.env
     if reference or "resume" in given or given.get("env", usual) != "code":
         return
+    model = given.get("model", PRESETS[preset][1].scale.model)
     for name in ("problems", "test_problems"):
         file = given.get(name, "")
+        missing = file not in ("", ORGANISM) and not Path(file).exists()
+        # with another model `--dry-run` lists what is missing
+        refuse(missing and model == ORGANISM, f"{flag(name)} {file}: no such file")
         refuse(
             bool(file) and holds_text(Path(file)),
             f"{flag(name)} {file}: rows of text, which need --reference module:function, what is right, beside "

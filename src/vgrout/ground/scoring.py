@@ -271,6 +271,8 @@ def import_function(name: str, flag: str, form: str = "module:function") -> Call
         if module.endswith(".py"):
             as_module = module.removesuffix(".py").replace("/", ".").lstrip(".")
             how += f", here {as_module}:{attribute}"
+        elif isinstance(e, ModuleNotFoundError) and e.name == module.partition(".")[0]:
+            how = f"searched: {Path.cwd()}, and what is installed"
         raise Refused(f"{flag} {name}: cannot be imported ({in_one_line(e)}); {how}") from e
     return function
 
