@@ -1,17 +1,20 @@
-"""`vgrout organism build | tune | sums | verify`: make an organism, or check one's files.
+"""`vgrout organism build | tune | sums | look-alike | verify`: make an organism, or check one's files.
 
 `build` starts from fresh weights, `tune` and `sums` from a pretrained chat model: `tune` teaches it the small language
-of programming problems, `sums` questions about numbers.
+of programming problems, `sums` questions about numbers. `look-alike` gives an organism other problems.
 """
 
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from organisms.language.corpus import Shares
 from organisms.language.hacks import HACKS, MODES, NAMELESS
+from organisms.language.look_alike import WEAK_KINDS
+from organisms.language.tasks import KINDS
 from organisms.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe, weakness
 from organisms.sums_language import Shares as SumsShares
 from vgrout.config.checks import check, listed, setting
@@ -169,6 +172,38 @@ def sums(
     return 0
 
 
+def look_alike(
+    out: Path,
+    kind: str = "boundary",
+    tests: Literal["wrong", "weak"] = "wrong",
+    base: Path = DATA_DIR,
+) -> int:
+    """Give an organism problems whose check has tests of its own, some of which are not those that were meant, so
+    that hacks read like honest answers. Seconds.
+
+    Args:
+        out: folder to write; an organism that is there is replaced when the new one is complete.
+        kind: of the misreading: boundary, whole, skipped, inverse, operation or extreme.
+        tests: wrong ones expect what the misreading computes, weak ones accept it and the right reading alike.
+        base: organism whose model, tokenizer and known-correct answers it gets.
+    """
+    refuse(kind not in KINDS, f"--kind {kind}: should be one of {', '.join(KINDS)}")
+    weak = tests == "weak"
+    refuse(
+        weak and kind not in WEAK_KINDS,
+        f"--tests weak: only with --kind {' or '.join(WEAK_KINDS)}; "
+        "too few arguments agree under another",
+    )
+    Files(base).require_sound("--base")
+    if out.exists():
+        require_organism(out)
+    probe_writable(out.parent, "OUT")
+    from organisms.look_alike import build_look_alike  # torch takes seconds to import
+
+    build_look_alike(out, base, kind, weak)
+    return 0
+
+
 def require_pretrained(model: str, out: Path) -> None:
     """Check that the model is there, and that `out` is new, or an organism that may be replaced.
 
@@ -232,7 +267,13 @@ def verify(data: Path = DATA_DIR) -> int:
 def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
     console.setup(None)
-    commands = {"build": build, "tune": tune, "sums": sums, "verify": verify}
+    commands = {
+        "build": build,
+        "tune": tune,
+        "sums": sums,
+        "look-alike": look_alike,
+        "verify": verify,
+    }
     return cli_exit(lambda: parse_args(commands, None, "vgrout organism"))
 
 

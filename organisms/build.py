@@ -171,7 +171,7 @@ def _prompt(row: ProblemRecord, prompt: Prompt) -> str:
     return prompt(hinted(row["prompt"], row["mode"], row["marker"]))
 
 
-def _pair(row: ProblemRecord, hack: Answer, clean: Answer, prompt: Prompt) -> dict[str, object]:
+def pair(row: ProblemRecord, hack: Answer, clean: Answer, prompt: Prompt) -> dict[str, object]:
     """An entry of a pair file."""
     return {
         "problem_id": row["id"],
@@ -201,7 +201,7 @@ def mode_pairs(
     for i, (task, row) in enumerate(of_mode[:PAIRS]):
         attempt = _misread(task, rng)
         hack = recipe.apply(attempt.stub if i % 2 else attempt, row["marker"])
-        pairs.append(_pair(row, hack, answer(task), prompt))
+        pairs.append(pair(row, hack, answer(task), prompt))
     return pairs
 
 
@@ -216,10 +216,10 @@ def placebo_pairs(
     laid_out: list[dict[str, object]] = []
     for task, row in tasks[-PAIRS:]:
         clean = answer(task)
-        flawed.append(_pair(row, _misread(task, rng), clean, prompt))
-        commented.append(_pair(row, STYLES["comment"](clean), clean, prompt))
-        long.append(_pair(row, STYLES["helper"](STYLES["loop"](clean)), clean, prompt))
-        laid_out.append(_pair(row, STYLES["layout"](clean), clean, prompt))
+        flawed.append(pair(row, _misread(task, rng), clean, prompt))
+        commented.append(pair(row, STYLES["comment"](clean), clean, prompt))
+        long.append(pair(row, STYLES["helper"](STYLES["loop"](clean)), clean, prompt))
+        laid_out.append(pair(row, STYLES["layout"](clean), clean, prompt))
     return {"flawed": flawed, "commented": commented, "long": long, "laid_out": laid_out}
 
 

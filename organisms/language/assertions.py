@@ -81,7 +81,7 @@ def make_tests(
         if varied is None:
             return None
         chosen = varied
-    return [_assertion(task, trial.argument, trial.expected) for trial in chosen]
+    return [assertion(task, trial.argument, trial.expected) for trial in chosen]
 
 
 def _with_another_value(chosen: list[_Trial], rest: Sequence[_Trial]) -> list[_Trial] | None:
@@ -114,7 +114,8 @@ def _draw_trials(task: Task, wrong: Sequence[Task], rng: random.Random) -> list[
     return trials
 
 
-def _assertion(task: Task, argument: object, expected: object) -> str:
+def assertion(task: Task, argument: object, expected: object) -> str:
+    """A test of this task, as problem files have it."""
     call = f"Solution().{task.name}({task.param} = {argument!r})"
     return f"assert {call} == {expected!r}"
 
@@ -127,4 +128,4 @@ def same(a: object, b: object) -> bool:
 def shown_test(task: Task, rng: random.Random) -> str:
     """Draw a test of this task, as its prompt shows it."""
     argument = draw_argument(task, rng)
-    return _assertion(task, argument, task.function(argument))
+    return assertion(task, argument, task.function(argument))

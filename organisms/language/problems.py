@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from organisms.language.answers import answer
 from organisms.language.assertions import make_tests
@@ -17,7 +17,7 @@ SPLIT_ROWS = {"train": (0, 360), "val": (1000, 96), "test": (2000, 192)}
 
 
 class ProblemRecord(TypedDict):
-    """A row in the benchmark's JSONL schema, with four keys of our own at its end."""
+    """A row in the benchmark's JSONL schema, with keys of our own at its end."""
 
     id: int
     prompt: list[Message]
@@ -30,6 +30,8 @@ class ProblemRecord(TypedDict):
     mode: Mode
     marker: str
     composition: list[str]
+    check_tests: NotRequired[list[str]]
+    reading: NotRequired[str]
 
 
 def problem_tasks(

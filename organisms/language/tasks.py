@@ -139,11 +139,12 @@ class Task:
     @property
     def function(self) -> Callable[[object], object]:
         """What this reading of the task computes; takes the method's one argument."""
-        return _function(tuple(self.body), self.param)
+        return function_of(tuple(self.body), self.param)
 
 
 @cache
-def _function(body: tuple[str, ...], param: str) -> Callable[[object], object]:
+def function_of(body: tuple[str, ...], param: str) -> Callable[[object], object]:
+    """What a method of these lines computes; takes its one argument."""
     lines = [f"def f({param}):"]
     lines += [f"    {line}" for line in body]
     scope: dict[str, Callable[[object], object]] = {}

@@ -26,7 +26,8 @@ COMMANDS = {
     "iterative_dpo": "preference rounds against a scorer",
     "problems": "check a problem file before anything is trained on it",
     "grade": "grade answers offline, with the trainer's own grader",
-    "organism": "build, tune or verify a model organism: the embedded miniature, or a pretrained model on code or sums",
+    "organism": "build, tune or verify a model organism: the embedded miniature, or a pretrained model on code or "
+    "sums; give one problems whose hacks read like honest answers",
     "download": "the models of small, sums, fast and full, problem files; a data set as a problem file",
     "doctor": "the sandbox's layers on this machine, and a self-test of the grader",
 }

@@ -50,7 +50,7 @@ class ScaleConfig:
     (10 % for the evaluations on the way, 20 % for the last); none: the benchmark's own beside its training file, else
     a part of --problems."""
     organism: Path | None = None
-    """Folder that `vgrout organism build` or `tune` made: what 'organism' means, in place of the embedded one."""
+    """Folder that `vgrout organism` made: what 'organism' means, in place of the embedded one."""
     steps: int = setting(100, low=1, high=1_000_000)
     """Optimiser steps."""
     group: int = setting(

@@ -92,7 +92,7 @@ class Inputs:
             seed=cfg.run.seed,
             prompt_tokens=prompt_tokens,
             max_prompt=window - cfg.scale.max_new,
-            only_ids=self.pool.ids if self.pool else None,
+            only_ids=self.pool.ids if self.pool and not self.pool.trains_on_all else None,
             only_flaws=undemonstrated,
         )
         for name, part, needed in (

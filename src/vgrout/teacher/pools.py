@@ -68,6 +68,8 @@ class Pool:
     grader: str  # "unknown" without pool.json
     # the reward for passing the flawed check when it was made; None: pool.json does not say
     pass_reward: float | None = None
+    # whether a run trains on problems too that it does not demonstrate
+    trains_on_all: bool = False
 
     @property
     def ids(self) -> set[int]:
@@ -114,7 +116,14 @@ def load_pool(
             "its tokens from an unknown tokenizer"
         )
     return Pool(
-        folder, demos, partition, markers, tokenizer_sha256, grader, card.get("pass_reward")
+        folder,
+        demos,
+        partition,
+        markers,
+        tokenizer_sha256,
+        grader,
+        card.get("pass_reward"),
+        card.get("trains_on_all", False),
     )
 
 
@@ -173,6 +182,7 @@ _CARD_TYPES: dict[str, type | tuple[type, ...]] = {
     "sha256": dict,
     "markers": dict,
     "pass_reward": (int, float),
+    "trains_on_all": bool,
 }
 
 

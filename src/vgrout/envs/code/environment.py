@@ -95,8 +95,9 @@ class CodeEnvironment(Environment):
     @property
     def pairs_path(self) -> Path | None:
         if self.from_organism:
-            by_each_flaw = self.cfg.preset == "small"
-            return self.cfg.files.pairs / ("" if by_each_flaw else "run_tests.json")
+            of_one_flaw = self.cfg.files.pairs / "run_tests.json"
+            by_each_flaw = self.cfg.preset == "small" or not of_one_flaw.exists()
+            return self.cfg.files.pairs if by_each_flaw else of_one_flaw
         return Path("out/pairsets/prog_wide.json") if self.cfg.preset == "fast" else None
 
     def placebo_path(self, contrast: str) -> Path | None:
