@@ -113,7 +113,7 @@ def planned(policy: Policy, load: Load) -> MemoryPlan:
         shapes,
         device="cuda",
         size=policy.model.dtype.itemsize,
-        routes=True,
+        quarantined=1,
         by_rollout=True,
         group=load.group,
         prompts=load.prompts,

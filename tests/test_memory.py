@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -17,8 +18,10 @@ from live import Live
 from pretended_gpu import varlen_on_cpu
 from quick import first_quick
 from runs import IMITATIONS, flags, imitate, run, status, teach
+from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.config.settings import ScaleConfig
+from vgrout.ground.io import Refused
 from vgrout.model.load.memory import USUAL, WIDEST, Step
 from vgrout.model.load.source import KNOWN, find_shapes, shapes_of
 from vgrout.model.logprobs import collate, completion_logprobs, pieces_of
@@ -104,7 +107,7 @@ def test_keys_and_values_are_what_sampling_holds():
     """Four prompts of 200 tokens, eight answers each: the buffer, the prompts' own, one layer's copy at the fork."""
     model = small()
     prompts, group, length, max_new = 4, 8, 200, 100
-    step = Step(SHAPES, "cuda", 2, group, prompts, max_new, routes=False, prompt_tokens=length)
+    step = Step(SHAPES, "cuda", 2, group, prompts, max_new, prompt_tokens=length)
     planned = step.plan()
     decoder = LeanDecoder(model)
     with torch.no_grad():
@@ -139,7 +142,7 @@ def test_an_update_peaks_where_the_plan_says(
     update()
     with Live() as live:
         update()
-    step = Step(shapes, "cuda", 2, group, prompts, 40, False, by_rollout, prompt)
+    step = Step(shapes, "cuda", 2, group, prompts, 40, 0, by_rollout, prompt)
     planned = step.plan()
     inside = planned.activations + planned.logits + 2 * group * prompts * shapes.R * 4
     assert 0.85 * inside < live.peak < 1.1 * inside
@@ -151,18 +154,20 @@ def test_qwen3_4b():
     assert s.parameters == pytest.approx(4.02e9, rel=2e-3)
     assert s.R == 36 * (5 * 2560 + 2 * 1024)
     assert s.kv_bytes(2) == 147_456
-    fast = Step(s, "cuda", 2, group=8, prompts=4, max_new=512, routes=False).plan()
-    full = Step(s, "cuda", 2, group=6, prompts=43, max_new=1024, routes=True).plan()
+    fast = Step(s, "cuda", 2, group=8, prompts=4, max_new=512).plan()
+    full = Step(s, "cuda", 2, group=6, prompts=43, max_new=1024, quarantined=36).plan()
+    one_block = Step(s, "cuda", 2, group=6, prompts=43, max_new=1024, quarantined=1).plan()
     assert fast.weights == 2 * s.parameters
     assert fast.merged == 2 * s.adapted
     assert full.merged == 2 * fast.merged
+    assert one_block.merged * 36 == 37 * fast.merged
     assert 40 < fast.peak / 2**30 < 60
     assert fast.peak < full.peak < 80 * 10**9, "fits the card that the preset is for"
     assert 23 * 2**30 < full.kv <= 24 * 2**30
     assert full.rows == 106
     assert full.peak == full.standing + max(full.activations + full.logits, full.kv)
-    step = Step(s, "cuda", 4, group=8, prompts=4, max_new=512, routes=False)
-    student = step.plan(beside=s.parameters, full=True)
+    step = Step(s, "cuda", 4, group=8, prompts=4, max_new=512, beside=s.parameters)
+    student = step.plan(full=True)
     assert student.standing - student.context == 5 * 4 * s.parameters, (
         "teacher, student, gradients, two moments"
     )
@@ -170,14 +175,14 @@ def test_qwen3_4b():
 
 @given(
     room=st.integers(0, 200 * 10**9),
-    routes=st.booleans(),
+    quarantined=st.sampled_from([0, 1, 36]),
     by_rollout=st.booleans(),
     prompts=st.integers(1, 43),
     max_new=st.integers(1, 2048),
 )
-def test_a_plan_is_cut_to_its_room(room, routes, by_rollout, prompts, max_new):
+def test_a_plan_is_cut_to_its_room(room, quarantined, by_rollout, prompts, max_new):
     """Or holds a row at a time; more room never means less at once."""
-    step = Step(KNOWN["Qwen/Qwen3-4B"], "cuda", 2, 8, prompts, max_new, routes, by_rollout)
+    step = Step(KNOWN["Qwen/Qwen3-4B"], "cuda", 2, 8, prompts, max_new, quarantined, by_rollout)
     least, made, more = map(step.plan, (0, room, room + 2**33))
     assert made.peak <= max(room, least.peak)
     assert least.rows == 1
@@ -187,6 +192,26 @@ def test_a_plan_is_cut_to_its_room(room, routes, by_rollout, prompts, max_new):
         or made.budget.tokens == least.budget.tokens
     )
     assert least.standing == made.standing
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [
+        (40, ""),
+        (36, "what fits: --quarantine block:-2 (32.2 GiB) or --intervention none (30.3 GiB)"),
+        (31, "what fits: --intervention none (30.3 GiB)"),
+        (20, "lower --max-new, or take a smaller --model"),
+    ],
+)
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(gib, said, by_flag, monkeypatch):
+    """By what is free on the GPU, or by what --memory-gib allows of it."""
+    monkeypatch.setattr(run_plan, "free_bytes", lambda: (141 if by_flag else gib) * 2**30)
+    words = "full --steps=60 --prompts-per-step=4 --group=8 --max-new=512 --quarantine=shared"
+    cfg = resolve([*words.split(), "--intervention=route2", *[f"--memory-gib={gib}"] * by_flag])
+    refused = pytest.raises(Refused, match=re.escape(said)) if said else nullcontext()
+    with refused:
+        run_plan.require_memory(cfg, [])
 
 
 def test_shapes_that_are_not_known_give_no_plan():

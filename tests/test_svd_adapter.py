@@ -386,6 +386,33 @@ def test_a_small_change_is_in_the_weights():
     assert (adapter.realised_share() or 0) < 0.3
 
 
+@pytest.mark.parametrize("block", [0, 1])
+def test_weights_that_are_equal_are_held_once(block):
+    """With the quarantine in one block the model as trained and as deployed shares all others, and a block in which no
+    vector has moved is the base's own."""
+    adapter = adapted("qwen3")
+    with torch.no_grad():
+        adapter.δS.fill_(1e-3)
+        for name, span in adapter.spans.items():
+            is_inside = f".layers.{block}." in name
+            adapter.δS_hack[span] = 1e-3 * is_inside
+            adapter.δS[span] *= not is_inside
+    adapter.merge()
+
+    def pointers():
+        return {name: site.linear.weight.data_ptr() for name, site in adapter.sites.items()}
+
+    trained = pointers()
+    with adapter.deployed():
+        deployed = pointers()
+    for name, site in adapter.sites.items():
+        is_inside = f".layers.{block}." in name
+        assert (trained[name] == deployed[name]) == (not is_inside), name
+        assert (deployed[name] == site.W.data_ptr()) == is_inside, name
+    held = sum(weight.numel() for weights in adapter._weights.values() for weight in weights)
+    assert held == sum(site.W.numel() for site in adapter.sites.values())
+
+
 def test_bf16_weights_depend_on_the_vectors_alone():
     """Not on the merges before: sampler, trainer, ranks and a resumed run have the same ones."""
     adapter, resumed = (

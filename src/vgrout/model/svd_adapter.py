@@ -11,7 +11,7 @@ Index letters: R = Σ r over the adapted modules, k numbers of a basis fingerpri
 
 import hashlib
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -129,6 +129,11 @@ def round_by(
     return out
 
 
+def _input_of(site: AdaptedLinear) -> tuple[str, int]:
+    """Equal for neighbours that read the same input."""
+    return site.name.rpartition(".")[0], site.W.shape[1]
+
+
 def targets(model: nn.Module) -> dict[str, nn.Linear]:
     """The Linears that are adapted, by name, in the model's order. Raises as `SvdAdapter`."""
     named: dict[str, nn.Linear] = {}
@@ -172,9 +177,11 @@ class _Merge:
     number: int  # merges are counted from 1
     δS: Vector
     δS_hack: Vector
-    nonzero: Active  # which of the two is not all zero
-    # The choices of vectors whose weights have been computed since. The others hold older weights.
-    computed: set[Active] = field(default_factory=set)
+    # Which of the two is not all zero, in each group of modules.
+    nonzero: Sequence[Active]
+    # The groups and choices of vectors whose weights have been computed since. The others hold
+    # older weights.
+    computed: set[tuple[int, Active]] = field(default_factory=set)
 
 
 class SvdAdapter:
@@ -199,6 +206,8 @@ class SvdAdapter:
         cache = SvdCache(cache_dir, decompose or svd)
         self.sites: dict[str, AdaptedLinear] = _decomposed(targets(model), cache)
         self._linears = tuple(self.sites.values())
+        # Modules that read the same input, as q, k and v do.
+        self._groups = [tuple(sites) for _, sites in groupby(self._linears, _input_of)]
 
         last = self._linears[-1]
         dtype = torch.promote_types(last.W.dtype, torch.float32)
@@ -208,9 +217,10 @@ class SvdAdapter:
 
         # Which vectors are in the weights now. The contexts `deployed` and `reference` change it.
         self.active = AS_TRAINED
-        # Merged weights of every module for each choice of vectors. Each choice costs a copy of the
-        # adapted weights, which later merges overwrite in place.
-        self._weights: dict[Active, list[Tensor]] = {}
+        # Merged weights of a group's modules for each choice of vectors. Each choice costs a copy
+        # of the group, which later merges overwrite in place. A vector that is zero in a group is
+        # no choice there: with the quarantine in one block all others are held once.
+        self._weights: dict[tuple[int, Active], list[Tensor]] = {}
         self._dither = self._draw_dither()
         self._merge = self._snapshot(number=1)
         self._activate(self.active)
@@ -283,61 +293,55 @@ class SvdAdapter:
         δS = self.δS.detach().clone()
         δS_hack = self.δS_hack.detach().clone()
         # one transfer from the device for both
-        nonzero = torch.stack([δS.any(), δS_hack.any()]).tolist()
-        return _Merge(number, δS, δS_hack, Active(*nonzero))
+        is_nonzero = torch.stack([δS != 0, δS_hack != 0]).cpu()
+        nonzero: list[Active] = []
+        for sites in self._groups:
+            of_group = is_nonzero[:, sites[0].span.start : sites[-1].span.stop]
+            nonzero.append(Active(*of_group.any(1).tolist()))
+        return _Merge(number, δS, δS_hack, nonzero)
 
     def _activate(self, active: Active) -> None:
         """Give every Linear its weight with these vectors in it."""
         self.active = active
-        weights = self._weights_with(active)
-        for site, weight in zip(self._linears, weights, strict=True):
-            site.linear.weight.data = weight
+        δ = torch.zeros_like(self._merge.δS)
+        if active.δS:
+            δ += self._merge.δS
+        if active.δS_hack:
+            δ += self._merge.δS_hack
+        for group, sites in enumerate(self._groups):
+            weights = self._weights_with(active, group, δ)
+            for site, weight in zip(sites, weights, strict=True):
+                site.linear.weight.data = weight
 
     @torch.no_grad()
-    def _weights_with(self, active: Active) -> list[Tensor]:
-        """The weights of all modules with these vectors, computed at most once a merge.
+    def _weights_with(self, active: Active, group: int, δ: Vector) -> list[Tensor]:
+        """The weights of a group's modules with these vectors, computed at most once a merge.
 
         A vector of zeros counts as off, so that δS = δS_hack = 0 gives W itself, not a sum.
         """
-        merge = self._merge
-        active = Active(
-            δS=active.δS and merge.nonzero.δS,
-            δS_hack=active.δS_hack and merge.nonzero.δS_hack,
-        )
+        merge, sites = self._merge, self._groups[group]
+        nonzero = merge.nonzero[group]
+        active = Active(active.δS and nonzero.δS, active.δS_hack and nonzero.δS_hack)
         if active == REFERENCE:
-            return [site.W for site in self._linears]
-        if active not in self._weights:
-            self._weights[active] = self._allocate()
-        weights = self._weights[active]
-        if active not in merge.computed:
-            δ = torch.zeros_like(merge.δS)
-            if active.δS:
-                δ += merge.δS
-            if active.δS_hack:
-                δ += merge.δS_hack
-            for site, weight in zip(self._linears, weights, strict=True):
+            return [site.W for site in sites]
+        key = group, active
+        if key not in self._weights:
+            self._weights[key] = self._allocate(sites)
+        if key not in merge.computed:
+            for site, weight in zip(sites, self._weights[key], strict=True):
                 site.merge_into(weight, δ, self._dither)
-            merge.computed.add(active)
-        return weights
+            merge.computed.add(key)
+        return self._weights[key]
 
-    def _allocate(self) -> list[Tensor]:
-        """Memory for the merged weight of every module.
+    def _allocate(self, sites: Sequence[AdaptedLinear]) -> list[Tensor]:
+        """Memory for the merged weights of a group's modules.
 
-        On a GPU, modules that read the same input, as q, k and v do, lie side by side: a decoder
-        then multiplies by them as by one matrix.
+        On a GPU they lie side by side: a decoder then multiplies by them as by one matrix.
         """
+        weights = [site.W for site in sites]
         if self.δS.device.type == "cpu":
-            return [torch.empty_like(site.W) for site in self._linears]
-
-        def reads(site: AdaptedLinear) -> tuple[str, int]:
-            return site.name.rpartition(".")[0], site.W.shape[1]
-
-        allocated: list[Tensor] = []
-        for _, neighbours in groupby(self._linears, reads):
-            weights = [site.W for site in neighbours]
-            heights = [len(W) for W in weights]
-            allocated += torch.cat(weights).split(heights)
-        return allocated
+            return [torch.empty_like(W) for W in weights]
+        return [*torch.cat(weights).split([len(W) for W in weights])]
 
     @torch.no_grad()
     def realised_share(self) -> float | None:

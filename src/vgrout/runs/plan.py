@@ -20,7 +20,7 @@ from vgrout.ground.data import Message
 from vgrout.ground.io import Refused, existing, probe_writable, require_new
 from vgrout.ground.machine import free_bytes, visible
 from vgrout.ground.metrics import Rate
-from vgrout.model.load.memory import GIB, PROMPT_TOKENS, MemoryPlan, plan_of
+from vgrout.model.load.memory import GIB, PROMPT_TOKENS, Step, room_of, step_of
 from vgrout.model.load.source import (
     ITEMSIZE,
     LLAMAS,
@@ -117,28 +117,40 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     return replace(inputs, absent=missing)
 
 
-def memory_plan(cfg: Config, shapes: Shapes, prompts: Prompts, room: int | None) -> MemoryPlan:
-    """room: bytes that are free for the run."""
+def step_here(cfg: Config, shapes: Shapes, prompts: Prompts) -> Step:
+    """A step of the run on this machine."""
     lengths = [sum(len(m["content"]) for m in messages) for messages in prompts]
-    return plan_of(
+    return step_of(
         cfg,
         shapes,
         device=device_of(cfg),
         size=ITEMSIZE[dtype_of(cfg)],
-        room=room,
         prompt_tokens=max(lengths) // 4 if lengths else PROMPT_TOKENS,  # of four characters each
     )
 
 
 def require_memory(cfg: Config, prompts: Prompts) -> None:
-    """Raises Refused where --memory-gib does not hold a row at a time."""
-    if cfg.run.memory_gib and (shapes := find_shapes(cfg.model_path)):
-        least = memory_plan(cfg, shapes, prompts, 0).peak / GIB
-        if least > cfg.run.memory_gib:
-            raise Refused(
-                f"--memory-gib {cfg.run.memory_gib:g}: a row at a time takes {least:.3g} GiB, by the plan; allow more, "
-                "lower --max-new, or take a smaller --model"
-            )
+    """Raises Refused where not even a row at a time fits the GPU, or --memory-gib."""
+    room, shapes = room_of(cfg, free_bytes()), find_shapes(cfg.model_path)
+    if room is None or shapes is None:
+        return
+    step = step_here(cfg, shapes, prompts)
+    least = step.plan(0).peak
+    if least <= room:
+        return
+    others = {"--quarantine block:-2": replace(step, quarantined=min(1, step.quarantined))}
+    others["--intervention none"] = replace(step, quarantined=0, by_rollout=False)
+    fit = {flag: other.plan(0).peak for flag, other in others.items()}
+    enough = [f"{flag} ({n / GIB:.3g} GiB)" for flag, n in fit.items() if n <= room]
+    where = f"--memory-gib {cfg.run.memory_gib:g}" if cfg.run.memory_gib else "--model"
+    raise Refused(
+        f"{where}: a row at a time takes {least / GIB:.3g} GiB, by the plan, and {room / GIB:.3g} are free; "
+        + (
+            f"what fits: {' or '.join(enough)}"
+            if enough
+            else "lower --max-new, or take a smaller --model"
+        )
+    )
 
 
 # ── the plan
@@ -329,11 +341,10 @@ def _machine_lines(cfg: Config, inputs: Inputs, folder: Path) -> list[str]:
     lines += adapter_lines(cfg)
     if shapes:
         prompts = inputs.environment.prompts
-        lines += memory_plan(cfg, shapes, prompts, free_bytes()).lines()
+        step = step_here(cfg, shapes, prompts)
+        lines += step.plan(room_of(cfg, free_bytes())).lines()
         if device_of(cfg) == "cuda":
-            unbound = replace(cfg, run=replace(cfg.run, memory_gib=0.0))
-            least = memory_plan(unbound, shapes, prompts, 0).peak
-            lines += _headed("", f"at least {least / GIB:.1f} GiB")
+            lines += _headed("", f"at least {step.plan(0).peak / GIB:.1f} GiB")
     else:
         lines += _headed("memory", "no plan: the model is not here, or is of an unknown shape")
     needed = max(1, disk_needed(cfg) // 2**20)

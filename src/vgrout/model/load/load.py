@@ -24,7 +24,7 @@ from vgrout.ground import ranks
 from vgrout.ground.io import Refused, one_line, out_of_memory
 from vgrout.ground.machine import cores, visible
 from vgrout.ground.thoughts import THINK, marks_of
-from vgrout.model.load.memory import CONTEXT, USUAL, Budget, plan_of
+from vgrout.model.load.memory import CONTEXT, USUAL, Budget, room_of, step_of
 from vgrout.model.load.saved import FoundModel, Saved
 from vgrout.model.load.source import (
     ANSWER,
@@ -91,22 +91,15 @@ def room_on_gpu() -> int:
 def budget_of(cfg: Config, policy: LanguageModel, *, beside: int = 0, full: bool = False) -> Budget:
     """Tokens that a forward may have, and what is held beside them, in this process's memory on its device.
 
-    beside, full: as for `plan_of`.
+    beside: as of `Step`. full: all weights learn.
     """
     kind = policy.device.type
     shapes = shapes_of(policy.model.config.to_dict())
     room = room_on_gpu() if kind == "cuda" else None
     if shapes is None or (room is None and not cfg.run.memory_gib):
         return policy.budget
-    made = plan_of(
-        cfg,
-        shapes,
-        device=kind,
-        size=policy.model.dtype.itemsize,
-        room=room,
-        beside=beside,
-        full=full,
-    )
+    step = step_of(cfg, shapes, device=kind, size=policy.model.dtype.itemsize, beside=beside)
+    made = step.plan(room_of(cfg, room), full=full)
     logger.debug("\n".join(made.lines()))
     return made.budget
 

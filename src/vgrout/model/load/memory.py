@@ -50,14 +50,14 @@ class MemoryPlan:
 
     weights: int  # a teacher's, too
     factors: int  # U and Vh
-    merged: int  # W' for each set of weights that training uses: as trained, as deployed
+    merged: int  # W', and of blocks that differ as trained and as deployed both
     # δS, δS_hack, their moments, every rollout's gradient; where all weights learn, what that adds
     adapter: int
     context: int  # the dither of bf16, and the driver's
     activations: int  # one micro-batch, and the copies of prompts that its branches read
     logits: int  # one chunk of the head, with its gradient
     kv: int  # while sampling: as `sampled_row`, of the rows that go at once
-    weight_sets: int
+    quarantined: int  # so many blocks are held as trained and as deployed
     rows: int  # sampled at once
     budget: Budget
 
@@ -73,10 +73,11 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """The lines that the dry run prints."""
-        sets = "set" if self.weight_sets == 1 else "sets"
+        blocks = "block" if self.quarantined == 1 else "blocks"
+        twice = f" ({self.quarantined} {blocks} twice)" if self.quarantined else ""
         standing = (
             f"weights {_gib(self.weights)} · SVD factors {_gib(self.factors)} · "
-            f"merged weights {_gib(self.merged)} ({self.weight_sets} {sets}) · "
+            f"merged weights {_gib(self.merged)}{twice} · "
             f"adapter {_gib(self.adapter)} · driver, dither {_gib(self.context)} GiB"
         )
         phases = (
@@ -129,12 +130,13 @@ class Step:
     group: int
     prompts: int
     max_new: int
-    # The method has a quarantine, so the model as trained and as deployed are two sets of weights.
-    routes: bool
+    # Blocks in which the model as trained and as deployed has different weights.
+    quarantined: int = 0
     # The method needs each rollout's own gradient, and so a copy of its prompt's keys and values
     # for each.
     by_rollout: bool = False
     prompt_tokens: int = PROMPT_TOKENS  # of a typical prompt
+    beside: int = 0  # how many numbers a teacher has, its factors and merged weights too
 
     @property
     def rows(self) -> int:
@@ -229,25 +231,24 @@ class Step:
         tokens = max(self.row_tokens, min(usual.tokens, fits))
         return Budget(tokens, activations, min(usual.kv, spare))
 
-    def plan(self, room: int | None = None, *, beside: int = 0, full: bool = False) -> MemoryPlan:
+    def plan(self, room: int | None = None, *, full: bool = False) -> MemoryPlan:
         """Bytes of a training run of such steps.
 
         room: bytes that the run may have, to which its budget is cut, or on a GPU stretched. None:
             the usual budget.
-        beside: how many numbers a teacher has, its factors and merged weights too.
         full: all weights learn, and none is decomposed.
         """
         shapes, size = self.shapes, self.size
-        weight_sets = 2 if self.routes else 1
         if full:
             factors = merged = 0
             adapter = 3 * shapes.parameters * size  # gradients and two moments
         else:
             factors = shapes.svd_cache_bytes(size)
-            merged = weight_sets * shapes.adapted * size
+            of_block = shapes.adapted // shapes.layers
+            merged = (shapes.layers + self.quarantined) * of_block * size
             adapter = self.adapter_vectors() * shapes.R * FP32
         made = MemoryPlan(
-            weights=(shapes.parameters + beside) * size,
+            weights=(shapes.parameters + self.beside) * size,
             factors=factors,
             merged=merged,
             adapter=adapter,
@@ -255,7 +256,7 @@ class Step:
             activations=0,
             logits=self.logits(),
             kv=0,
-            weight_sets=weight_sets,
+            quarantined=0 if full else self.quarantined,
             rows=0,
             budget=USUAL[self.device],
         )
@@ -268,38 +269,40 @@ class Step:
         return replace(made, activations=activations, kv=rows * self.sampled_row(), rows=rows)
 
 
-def plan_of(
+def step_of(
     cfg: Config,
     shapes: Shapes,
     *,
     device: str,
     size: int,
-    room: int | None,
     prompt_tokens: int = PROMPT_TOKENS,
     beside: int = 0,
-    full: bool = False,
-) -> MemoryPlan:
-    """A run's plan.
-
-    room: bytes that are free for it; --memory-gib may allow fewer.
-    The other arguments are those of `Step` and `Step.plan`.
-    """
-    if cfg.run.memory_gib:
-        room = min(room or sys.maxsize, int(cfg.run.memory_gib * GIB))
+) -> Step:
+    """A run's step. The arguments are those of `Step`; a --teacher-model is counted beside it."""
     if cfg.loss.teacher_model:
         teacher = find_shapes(cfg.teacher_model_path)
         if teacher is not None:
             beside += teacher.parameters
-    step = Step(
+    quarantined = 0
+    if cfg.method.routes:
+        quarantined = shapes.layers if cfg.method.quarantine_block is None else 1
+    return Step(
         shapes,
         device=device,
         size=size,
         group=cfg.scale.group,
         prompts=cfg.scale.prompts_per_step,
         max_new=cfg.scale.max_new,
-        routes=cfg.method.routes,
+        quarantined=quarantined,
         # each rollout's own gradient, in place of sums
         by_rollout=cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients",
         prompt_tokens=prompt_tokens,
+        beside=beside,
     )
-    return step.plan(room, beside=beside, full=full)
+
+
+def room_of(cfg: Config, free: int | None) -> int | None:
+    """Bytes that a run may have: what is free, of which --memory-gib may allow fewer; None: not known."""
+    if cfg.run.memory_gib:
+        return min(free or sys.maxsize, int(cfg.run.memory_gib * GIB))
+    return free
