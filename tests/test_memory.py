@@ -198,7 +198,7 @@ def test_a_plan_is_cut_to_its_room(room, quarantined, by_rollout, prompts, max_n
     ("gib", "said"),
     [
         (40, ""),
-        (36, "what fits: --quarantine block:-2 (32.2 GiB) or --intervention none (30.3 GiB)"),
+        (36, "what fits: --quarantine block:-2 (32.1 GiB) or --intervention none (30.3 GiB)"),
         (31, "what fits: --intervention none (30.3 GiB)"),
         (20, "lower --max-new, or take a smaller --model"),
     ],
