@@ -22,7 +22,7 @@ from transformers import (
 
 from organisms.recipe import Recipe, Shape
 from organisms.tokenizer import WINDOW
-from vgrout.ground.console import Progress
+from vgrout.ground.console import progress
 from vgrout.ground.data import Message
 from vgrout.ground.rng import stream_seed
 
@@ -167,7 +167,7 @@ def train(
     optim = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas)
     model.train()
     losses: list[float] = []
-    bar = Progress(range(stop_after or recipe.steps), desc=label, unit="step")
+    bar = progress(range(stop_after or recipe.steps), desc=label, unit="step")
     for step in bar:
         for group in optim.param_groups:
             group["lr"] = recipe.lr_at(step)

@@ -14,9 +14,9 @@ import vgrout
 from fake_runs import fake_run
 from quick import first_quick
 from runs import only_run, status
-from vgrout.__main__ import COMMANDS, WHERE
+from vgrout.__main__ import COMMANDS
 from vgrout.config.cli import cli_exit
-from vgrout.ground.io import PACKAGE, Refused, fault_text, is_own
+from vgrout.ground.io import PACKAGE, Refused, is_own
 from vgrout.train import main as train
 
 TITLE = "Traceback (most recent call last):"
@@ -35,7 +35,7 @@ def slip():
 
 def call(name, argv, monkeypatch):
     """Exit code of a command in this process."""
-    module, _, function = WHERE[name].partition(":")
+    module, _, function = COMMANDS[name][0].partition(":")
     monkeypatch.setattr("sys.argv", [name, *argv])
     return getattr(importlib.import_module(module), function)()
 
@@ -142,28 +142,6 @@ def test_help_still_exits_by_itself():
     exec(compile("def ours():\n    raise SystemExit(0)\n", str(SLIP_FILE), "exec"), names)
     with pytest.raises(SystemExit):
         cli_exit(names["ours"])
-
-
-def test_each_exception_of_a_chain_begins_at_the_first_own_line():
-    names: dict[str, Any] = {}
-    lines = """def ours(theirs):
-        try:
-            theirs()
-        except KeyError as e:
-            raise Refused('from it') from e"""
-    names["Refused"] = Refused
-    exec(compile(lines, str(SLIP_FILE), "exec"), names)
-
-    def theirs():
-        raise KeyError("\x1b[31mred")
-
-    try:
-        names["ours"](theirs)
-    except Refused as e:
-        text = fault_text(e)
-    assert "line 3, in ours" not in text
-    assert text.index("KeyError") < text.index("direct cause") < text.index("Refused: from it")
-    assert "\x1b" not in text
 
 
 # ── classes and functions of somebody's own, in a run

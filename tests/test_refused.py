@@ -265,10 +265,10 @@ REFUSED = {
 }
 IN_ONE_PROCESS = """
 import contextlib, importlib, io, json, sys
-from vgrout.__main__ import WHERE
+from vgrout.__main__ import COMMANDS
 for line, argv in json.load(sys.stdin):
     name, *sys.argv[1:] = argv
-    module, _, function = WHERE[name].partition(":")
+    module, _, function = COMMANDS[name][0].partition(":")
     main = getattr(importlib.import_module(module), function)
     error, out = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(out):

@@ -21,7 +21,7 @@ from loguru import logger
 
 from fake_runs import fake_run
 from vgrout import train
-from vgrout.__main__ import WHERE
+from vgrout.__main__ import COMMANDS
 from vgrout.config.run import Config
 from vgrout.config.settings import RunConfig
 from vgrout.ground import ranks
@@ -113,7 +113,7 @@ def test_a_link_that_leads_nowhere_is_named_before_anything_is_loaded(
     place.parent.mkdir(exist_ok=True)
     place.symlink_to(place if loops else tmp_path / "not" / "mounted")
     name, *argv = DEAD[link].split()
-    module, _, function = WHERE[name].partition(":")
+    module, _, function = COMMANDS[name][0].partition(":")
     for more in ([], ["--dry-run"]) if name in ("train", "sweep") else ([],):
         monkeypatch.setattr("sys.argv", [name, *argv, *more])
         assert getattr(importlib.import_module(module), function)() == 2

@@ -12,45 +12,73 @@ import vgrout
 from vgrout.config.cli import cli_exit, leave
 from vgrout.ground.io import nearest
 
+# each command: where its function is, and a line on it
 COMMANDS = {
-    "train": "one GRPO run: PRESET (smoke, mini, small, sums, fast, full) and flags; --dry-run says what it would do",
-    "evaluate": "score a run's adapter again, on its own held-out problems or on a file",
-    "sample": "what a run's untrained, trained and deployed model answer to one prompt",
-    "export": "for other programs: a Hugging Face or PEFT folder, an inspect_ai log",
-    "sweep": "every run of a study file: planned, resumable, one per core",
-    "report": "finished runs as tables with intervals, figures and a page to read rollouts in; --judge: verdicts",
-    "direction": "extract a hack direction from contrastive pairs, and say how good it is",
-    "teacher": "make a pool of a teacher's own answers",
-    "substrate": "make a pool by elicit-then-strip, one hack per problem",
-    "distill": "imitate a teacher: MiniLLM, or ULD across tokenizers",
-    "iterative_dpo": "preference rounds against a scorer",
-    "problems": "check a problem file before anything is trained on it",
-    "grade": "grade answers offline, with the trainer's own grader",
-    "organism": "build, tune or verify a model organism: the embedded miniature, or a pretrained model on code or "
-    "sums; give one problems whose hacks read like honest answers",
-    "download": "the models of small, sums, fast and full, problem files; a data set as a problem file",
-    "doctor": "the sandbox's layers on this machine, and a self-test of the grader",
-}
-
-
-# where each command's function is
-WHERE = {
-    "train": "vgrout.train:main",
-    "evaluate": "vgrout.commands.evaluate:evaluate",
-    "sample": "vgrout.commands.evaluate:sample",
-    "export": "vgrout.export.__main__:main",
-    "sweep": "vgrout.sweep.__main__:main",
-    "report": "vgrout.report.__main__:main",
-    "direction": "vgrout.direction.__main__:main",
-    "teacher": "vgrout.teacher.__main__:main",
-    "substrate": "vgrout.teacher.substrate:main",
-    "distill": "vgrout.commands.distill:main",
-    "iterative_dpo": "vgrout.commands.iterative_dpo:main",
-    "problems": "vgrout.commands.check:problems",
-    "grade": "vgrout.commands.check:grade",
-    "organism": "organisms.__main__:main",
-    "download": "vgrout.commands.download:main",
-    "doctor": "vgrout.commands.doctor:main",
+    "train": (
+        "vgrout.train:main",
+        "one GRPO run: PRESET (smoke, mini, small, sums, fast, full) and flags; --dry-run says what it would do",
+    ),
+    "evaluate": (
+        "vgrout.commands.evaluate:evaluate",
+        "score a run's adapter again, on its own held-out problems or on a file",
+    ),
+    "sample": (
+        "vgrout.commands.evaluate:sample",
+        "what a run's untrained, trained and deployed model answer to one prompt",
+    ),
+    "export": (
+        "vgrout.export.__main__:main",
+        "for other programs: a Hugging Face or PEFT folder, an inspect_ai log",
+    ),
+    "sweep": (
+        "vgrout.sweep.__main__:main",
+        "every run of a study file: planned, resumable, one per core",
+    ),
+    "report": (
+        "vgrout.report.__main__:main",
+        "finished runs as tables with intervals, figures and a page to read rollouts in; --judge: verdicts",
+    ),
+    "direction": (
+        "vgrout.direction.__main__:main",
+        "extract a hack direction from contrastive pairs, and say how good it is",
+    ),
+    "teacher": (
+        "vgrout.teacher.__main__:main",
+        "make a pool of a teacher's own answers",
+    ),
+    "substrate": (
+        "vgrout.teacher.substrate:main",
+        "make a pool by elicit-then-strip, one hack per problem",
+    ),
+    "distill": (
+        "vgrout.commands.distill:main",
+        "imitate a teacher: MiniLLM, or ULD across tokenizers",
+    ),
+    "iterative_dpo": (
+        "vgrout.commands.iterative_dpo:main",
+        "preference rounds against a scorer",
+    ),
+    "problems": (
+        "vgrout.commands.check:problems",
+        "check a problem file before anything is trained on it",
+    ),
+    "grade": (
+        "vgrout.commands.check:grade",
+        "grade answers offline, with the trainer's own grader",
+    ),
+    "organism": (
+        "organisms.__main__:main",
+        "build, tune or verify a model organism: the embedded miniature, or a pretrained model on code or sums; give "
+        "one problems whose hacks read like honest answers",
+    ),
+    "download": (
+        "vgrout.commands.download:main",
+        "the models of small, sums, fast and full, problem files; a data set as a problem file",
+    ),
+    "doctor": (
+        "vgrout.commands.doctor:main",
+        "the sandbox's layers on this machine, and a self-test of the grader",
+    ),
 }
 
 
@@ -58,7 +86,7 @@ def listing() -> str:
     """The commands with a line on each."""
     width = max(map(len, COMMANDS))
     lines = ["usage: vgrout NAME …   (vgrout NAME --help says more)", ""]
-    lines += [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    lines += [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(lines)
 
 
@@ -87,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
             print("E vgrout organism: runs in a clone of the repository alone", file=sys.stderr)
             return 2
         sys.path.insert(0, str(clone))
-    module, _, function = WHERE[name].partition(":")
+    module, _, function = COMMANDS[name][0].partition(":")
     sys.argv = [f"vgrout {name}", *rest]
 
     def run() -> int:

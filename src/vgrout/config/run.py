@@ -323,27 +323,12 @@ def from_dict(data: Json, where: str = "run.json") -> Config:
     admit(groups["method"], tuple(f.name for f in fields(MethodConfig)))
     for group, of in groups.items():
         types = {f.name: f.type for f in fields(getattr(usual, group))}
-        given = {name: typed(value, name, types[name], where) for name, value in of.items()}
+        given = {
+            name: Path(value) if isinstance(value, str) and Path in get_args(types[name]) else value
+            for name, value in of.items()
+        }
         values[group] = replace(getattr(usual, group), **given)
     return Config(**values)
-
-
-def typed(value: object, name: str, annotation: object, where: str) -> object:
-    """A stored value as its field has it. Raises Refused, one line, where it is of another type."""
-    allowed = _kinds(annotation)
-    word = isinstance(value, str) and (
-        Path in allowed or any(isinstance(kind, str) for kind in allowed)
-    )
-    if type(value) is int and int not in allowed and float in allowed and abs(value) < 10**300:
-        value = float(value)
-    if (not word and type(value) not in allowed) or "\0" in str(value):
-        raise Refused(f"{where}: {flag(name)} {str(value)[:60]!r}: not of its type, {annotation}")
-    return Path(value) if isinstance(value, str) and Path in allowed else value
-
-
-def _kinds(annotation: object) -> set[object]:
-    """An annotation's parts, itself included."""
-    return {annotation} | {kind for part in get_args(annotation) for kind in _kinds(part)}
 
 
 # How a process runs, not what it computes: these settings may differ between a run and its

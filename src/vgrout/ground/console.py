@@ -5,10 +5,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Generic, TextIO, TypeVar
+from typing import ClassVar, TextIO, TypeVar
 
 from loguru import logger
 from tqdm import tqdm
@@ -92,33 +92,11 @@ class LogFile:
             self._file.close()
 
 
-class Progress(tqdm, Generic[T]):
-    """A bar on a terminal; elsewhere a line for each minute in which nothing else was said."""
-
-    def __init__(self, items: Sequence[T], desc: str, unit: str) -> None:
-        super().__init__(items, desc=desc, unit=unit, disable=None)
-        self._items, self._what, self._unit, self._done = items, desc, unit, 0
-        self.postfix: str | None = None  # which a bar that is off does not have
-
-    def __iter__(self) -> Iterator[T]:
-        if not self.disable:
-            yield from super().__iter__()
-            return
-        ended = threading.Event()
-        threading.Thread(target=self._watch, args=(ended,), daemon=True, name="heartbeat").start()
-        try:
-            for item in self._items:
-                yield item
-                self._done += 1
-        finally:
-            ended.set()
-
-    def _watch(self, ended: threading.Event) -> None:
-        began = time.perf_counter()
-        while not ended.wait(HEARTBEAT_S / 120):
-            if time.perf_counter() - max(began, Lines.last) >= HEARTBEAT_S:
-                of = f"{self._unit} {self._done + 1} of {len(self._items)}"
-                logger.info(f"{self._what}: {of} {self.postfix or ''}".rstrip())
+def progress(items: Iterable[T], desc: str, unit: str) -> "tqdm[T]":
+    """A bar on a terminal, drawn anew as one waits; elsewhere only each minute."""
+    every = 0.1 if sys.stderr.isatty() else HEARTBEAT_S
+    often = {"mininterval": every, "maxinterval": max(10.0, every), "delay": every}
+    return tqdm(items, desc=desc, unit=unit, **often)
 
 
 def notebook_bars() -> type[tqdm] | None:

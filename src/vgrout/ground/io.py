@@ -204,25 +204,6 @@ def place_of(e: BaseException | None) -> str:
     return place
 
 
-def fault_text(e: BaseException) -> str:
-    """The traceback of an exception, and of those that it came from, as Python prints them.
-
-    Each begins at the first line of somebody's own code, where it has one.
-    """
-    whole = traceback.TracebackException.from_exception(e)
-    pending, seen = [whole], set[int]()
-    while pending:
-        part = pending.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        own = [i for i, frame in enumerate(part.stack) if is_own(frame.filename)]
-        if own:
-            part.stack = traceback.StackSummary.from_list(part.stack[own[0] :])
-        pending += [p for p in (part.__cause__, part.__context__, *(part.exceptions or ())) if p]
-    return printable("".join(whole.format()))
-
-
 def show_fault(e: BaseException) -> None:
     """Print the traceback on stderr, above a progress bar.
 
@@ -231,7 +212,8 @@ def show_fault(e: BaseException) -> None:
     from tqdm import tqdm  # not where answers are graded
 
     with contextlib.suppress(OSError):
-        tqdm.write(fault_text(e), file=sys.stderr, end="")
+        text = "".join(traceback.format_exception(e))
+        tqdm.write(printable(text), file=sys.stderr, end="")
         sys.stderr.flush()
 
 

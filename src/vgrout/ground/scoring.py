@@ -22,13 +22,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from modulefinder import ModuleFinder
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from vgrout.ground.data import Task
@@ -180,70 +179,49 @@ _AS_LOADED: dict[str, str] = {}  # module → sha256 of its file as it was loade
 
 
 def forget_edited(modules: Sequence[str]) -> None:
-    """Have these modules loaded anew if one of them, or of the user's own modules that they import, was edited since it
+    """Have these modules, and all of the user's own in the same folders, loaded anew if one of them was edited since it
     was loaded. Call it before a run hashes their files, and not while one is under way."""
-    files: dict[str, Path] = {}
+    before = _own_files()
     for name in modules:
         with suppress(Exception, SystemExit):  # `import_function` will say so
             _import(name)
-        _add_own(name, files)
-    edited = [name for name, file in files.items() if _is_edited(name, file)]
-    for name, file in files.items() if edited else ():
-        del _AS_LOADED[name], sys.modules[name]
+    files = _own_files()
+    named: set[Path] = set()  # the folders of these modules, or of the packages that they are in
+    for name in files.keys() & {*modules}:
+        above = name.count(".") + (files[name].stem == "__init__")
+        named.add(files[name].parents[above])
+    near = {name for name, file in files.items() if named & {*file.parents}}
+    edited = False
+    for name in near:
+        file = files[name]
+        then, now = _AS_LOADED.get(name), hashlib.sha256(file.read_bytes()).hexdigest()
+        _AS_LOADED[name] = now
+        # a module that was imported elsewhere may have been read before its file was written
+        edited |= then != now if then else name in before and file.stat().st_mtime >= BEGAN
+    for name in near if edited else ():
+        del sys.modules[name]
         package, _, child = name.rpartition(".")
         if package in sys.modules:
             vars(sys.modules[package]).pop(child, None)
         with suppress(OSError):  # it has the time in whole seconds: a quick edit looks the same
-            os.unlink(importlib.util.cache_from_source(file))
+            os.unlink(importlib.util.cache_from_source(files[name]))
+
+
+def _own_files() -> dict[str, Path]:
+    """The user's own modules that are loaded, each with its file. What a notebook or a script has defined itself stays
+    as it is."""
+    files: dict[str, Path] = {}
+    for name, module in [*sys.modules.items()]:
+        file = Path(getattr(module, "__file__", None) or "")
+        if name != "__main__" and file.is_file() and is_own(str(file)):
+            files[name] = file
+    return files
 
 
 def _import(name: str) -> ModuleType:
     """Import a module; the working directory is searched too."""
     search_here()
-    before = {*sys.modules}
-    module = importlib.import_module(name)
-    for new in sys.modules.keys() - before:
-        file = Path(getattr(sys.modules[new], "__file__", None) or "")
-        if file.is_file() and is_own(str(file)):
-            _AS_LOADED[new] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return module
-
-
-def _is_edited(name: str, file: Path) -> bool:
-    """Whether this module is not what its file says now."""
-    then, now = _AS_LOADED.get(name), hashlib.sha256(file.read_bytes()).hexdigest()
-    _AS_LOADED[name] = now
-    # a module that was imported elsewhere may have been read before its file was written
-    return file.stat().st_mtime >= BEGAN if then is None else then != now
-
-
-def _add_own(name: str, found: dict[str, Path]) -> None:
-    """Add this module and all that it imports, as far as they are loaded and somebody's own, each with its file."""
-    module = sys.modules.get(name)
-    file = Path(getattr(module, "__file__", None) or "")
-    # what a notebook or a script has defined itself stays as it is
-    if name in found or name == "__main__" or not (file.is_file() and is_own(str(file))):
-        return
-    found[name] = file
-    with suppress(SyntaxError, ValueError, ImportError):  # `import_function` will say so
-        code = compile(file.read_bytes(), file, "exec")
-        for word in _imports(code, getattr(module, "__package__", "")):
-            while word:  # a module comes with its packages
-                _add_own(word, found)
-                word = word.rpartition(".")[0]
-
-
-def _imports(code: CodeType, package: str) -> Iterator[str]:
-    """What code of a module in this package imports, in its functions too, by full names."""
-    for kind, found in ModuleFinder().scan_opcodes(code):
-        if kind != "store":
-            *level, names, base = found
-            base = importlib.util.resolve_name("." * sum(level) + base, package)
-            yield base
-            yield from (f"{base}.{name}" for name in names or ())
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _imports(constant, package)
+    return importlib.import_module(name)
 
 
 def search_here() -> None:

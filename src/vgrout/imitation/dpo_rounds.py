@@ -14,7 +14,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from vgrout.ground.console import Progress
+from vgrout.ground.console import progress
 from vgrout.ground.data import Graded, Rollout, Task
 from vgrout.ground.io import Diverged, Halted, Refused, read_json, write_json_lines
 from vgrout.ground.metrics import Eval, Rate, mean
@@ -345,7 +345,7 @@ class Rounds:
             py_stream(settings.seed, "dpo-order", number, epoch).shuffle(order)
             losses = []
             starts = range(0, len(order), per_step)
-            for start in Progress(starts, desc=f"round {number}: steps", unit="step"):
+            for start in progress(starts, desc=f"round {number}: steps", unit="step"):
                 self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
                 chosen = order[start : start + per_step]
                 losses += add_pairs(

@@ -23,7 +23,7 @@ import torch
 from vgrout.config.settings import Sampling
 from vgrout.envs.base import Grader
 from vgrout.ground import ranks
-from vgrout.ground.console import Progress
+from vgrout.ground.console import progress
 from vgrout.ground.data import (
     Completion,
     Grade,
@@ -197,7 +197,7 @@ def generate_graded(
     problems_per_batch = max(1, BATCH // n)
     starts = range(0, len(problems), problems_per_batch)
     found: list[Graded] = []
-    for number, start in enumerate(Progress(starts, desc=label or purpose, unit="batch")):
+    for number, start in enumerate(progress(starts, desc=label or purpose, unit="batch")):
         part = problems[start : start + problems_per_batch]
         if number < len(logged_batches):
             batch = logged_batches[number]

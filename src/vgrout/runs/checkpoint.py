@@ -89,7 +89,16 @@ def read(path: Path) -> Checkpoint:
     """Verify and load a checkpoint. Raises Refused in one line if it is truncated, altered or foreign."""
     import torch
 
-    step, sizes = verified(path)
+    try:
+        manifest = json.loads(read_text(path / "manifest.json"))
+        step = int(manifest["next_step"])
+        sizes = {name: int(manifest["sizes"][name]) for name in GROWING}
+        is_whole = manifest["files"]["state.pt"] == file_sha256(path / "state.pt")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
+        why = f"it cannot be read ({type(e).__name__}: {e})"
+        raise Refused(f"{path}: {why}; the checkpoint is damaged") from None
+    if not is_whole or min(step, *sizes.values()) < 0:
+        raise Refused(f"{path}: state.pt does not match its hash; the checkpoint is damaged")
     try:
         with zipfile.ZipFile(path / "state.pt") as parts:  # it is written uncompressed
             unpacked = sum(part.file_size for part in parts.infolist())
@@ -137,39 +146,11 @@ def complete(run: Path) -> list[Path]:
     return sorted(there, key=step_of)
 
 
-def verified(path: Path) -> tuple[int, dict[str, int]]:
-    """A checkpoint's step and the sizes of the growing files then, from its manifest. Raises Refused in one line if
-    it is truncated or altered."""
-    try:
-        manifest = json.loads(read_text(path / "manifest.json"))
-        step = int(manifest["next_step"])
-        sizes = {name: int(manifest["sizes"][name]) for name in GROWING}
-        is_whole = manifest["files"]["state.pt"] == file_sha256(path / "state.pt")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
-        why = f"it cannot be read ({type(e).__name__}: {e})"
-        raise Refused(f"{path}: {why}; the checkpoint is damaged") from None
-    if not is_whole or min(step, *sizes.values()) < 0:
-        raise Refused(f"{path}: state.pt does not match its hash; the checkpoint is damaged")
-    return step, sizes
-
-
 def none_left(run: Path, passed_over: Sequence[str]) -> Refused:
     detail = "; ".join(passed_over) or "no resume/step_*/manifest.json in it"
     return Refused(
         f"--resume {run}: no usable checkpoint ({detail}); move the folder away to begin anew"
     )
-
-
-def require_one(run: Path, read_row: Callable[[dict[str, object]], object]) -> None:
-    """Raises Refused, one line, where no checkpoint has its manifest, its hash and its rows."""
-    passed_over: list[str] = []
-    for path in reversed(complete(run)):
-        try:
-            rows_before(run, *verified(path), read_row)
-            return
-        except Refused as e:
-            passed_over.append(one_line(e, 300))
-    raise none_left(run, passed_over)
 
 
 def rows_before(

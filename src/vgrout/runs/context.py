@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from queue import SimpleQueue
 from types import FrameType, TracebackType
 
 from loguru import logger
@@ -85,13 +83,7 @@ def stop_on_signals(at_once: Callable[[], bool] = lambda: False) -> Generator[St
     that was killed.
 
     at_once: whether nothing can be lost yet. Then the first one raises already."""
-    stop, said = Stop(), SimpleQueue[str]()
-
-    # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
-    def say() -> None:
-        while line := said.get():
-            logger.warning(line)
-
+    stop = Stop()
     raised, terminated = False, -math.inf
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -108,24 +100,20 @@ def stop_on_signals(at_once: Callable[[], bool] = lambda: False) -> Generator[St
         if stops_now:
             raised = True
             raise KeyboardInterrupt
-        said.put(
-            f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once"
-        )
+        # not through the logger, whose lock may be held
+        said = f"\nW {signal.Signals(number).name}: finishing this step, then saving; once more to stop at once\n"
+        os.write(2, said.encode())
 
     # a hangup is no reason to stop where it is ignored (nohup)
     asked = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (
         signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     )
-    thread = threading.Thread(target=say, daemon=True, name="signals")
-    thread.start()
     before = {s: signal.signal(s, handler) for s in asked}
     try:
         yield stop
     finally:
         for s, old in before.items():
             signal.signal(s, old)
-        said.put("")
-        thread.join()
 
 
 class RunContext:

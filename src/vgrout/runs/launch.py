@@ -30,9 +30,7 @@ from vgrout.ground.io import (
 from vgrout.ground.machine import cores
 from vgrout.ground.ranks import RankLost
 from vgrout.ground.records import began
-from vgrout.ground.table import StepRow
 from vgrout.model.load.source import ITEMSIZE
-from vgrout.runs import checkpoint
 from vgrout.runs.context import (
     ENDINGS,
     FINISHED,
@@ -44,7 +42,7 @@ from vgrout.runs.context import (
 )
 from vgrout.runs.inputs import Inputs, file_hashes, require_own_labels
 from vgrout.runs.plan import dtype_of, first_lines, plan_lines, preflight
-from vgrout.runs.run_dir import RUNS, has_checkpoint, require_same, run_to_resume
+from vgrout.runs.run_dir import RUNS, require_same, run_to_resume
 from vgrout.runs.tracking import Trackers
 
 Loop = Callable[[Config, RunContext, Inputs], object]
@@ -142,8 +140,6 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
             )
         quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
         cfg = replace(cfg, detectors=quiet)
-    if not requested.run.dry_run and has_checkpoint(path):
-        checkpoint.require_one(path, StepRow.from_json)
     probe_writable(path)
     if differing:
         raise Refused(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")

@@ -5,7 +5,6 @@ Each run's flags are checked by the trainer's own parser.
 
 import hashlib
 import json
-import math
 import re
 import tomllib
 from collections import Counter
@@ -25,7 +24,6 @@ from vgrout.ground.io import Refused, read_text, refuse
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets
-MOST_RUNS = 2000  # of a study; a few lists multiply to millions
 FlagTable = dict[str, object]  # flag without leading dashes → value
 Settings = tuple[Config, tuple[str, ...]]  # a run's settings, and the flags that give them
 
@@ -144,18 +142,6 @@ def _require_kinds(study: Mapping[str, Any]) -> None:
             not sound,
             f"{key} {tables}: should be one or more tables [[{key}]], without an empty list",
         )
-    n = len(seeds)
-    for key in ("arms", "overrides"):
-        n *= sum(math.prod(_lengths(table)) for table in study[key])
-    refuse(
-        n > MOST_RUNS,
-        f"more than {MOST_RUNS} runs; shorten its lists, or make it several studies",
-    )
-
-
-def _lengths(table: FlagTable) -> list[int]:
-    """Of the lists among its values."""
-    return [len(value) for value in table.values() if isinstance(value, list)]
 
 
 def _is_table(value: object) -> bool:

@@ -18,7 +18,7 @@ from vgrout.envs.code.grading.check import (
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Problem, announced
 from vgrout.envs.code.problems import assigned, load_problems, load_rows
-from vgrout.ground.console import Progress
+from vgrout.ground.console import progress
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.io import Refused, from_json, refuse
 
@@ -48,10 +48,10 @@ def check_file(file: Path, test_problems: Path | None, workers: int | None) -> F
     problems = [problem for part in parts.values() for problem in part]
     tried: list[tuple[Problem, Grade]] = []
     with Grader(workers=workers) as grader:
-        solutions = partial(Progress, desc="solutions", unit="problem")
+        solutions = partial(progress, desc="solutions", unit="problem")
         unsolved = check_problems(problems, grader, track=solutions, graded=tried.append)
         unsound = check_flaws(
-            problems, grader, track=partial(Progress, desc="flaws", unit="problem")
+            problems, grader, track=partial(progress, desc="flaws", unit="problem")
         )
     n = len(problems)
     modes = Counter(problem.mode for problem in problems)
