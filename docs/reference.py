@@ -347,7 +347,11 @@ TABLE_HEAD = ["| flag | default | legal | what |", "|---|---|---|---|"]
 
 def flags() -> str:
     """Return flags.md."""
-    lines = [FLAGS_HEAD.rstrip("\n"), *named("Commands", COMMANDS), *_names()]
+    lines = [
+        FLAGS_HEAD.rstrip("\n"),
+        *named("Commands", {name: what for name, (_, what) in COMMANDS.items()}),
+        *_names(),
+    ]
     lines += ["", "## Everyday flags", ""]
     lines += ["Where a preset has a default of its own, it is named.", "", *TABLE_HEAD]
     classes = {group: type(getattr(Config(), group)) for group in GROUPS}

@@ -235,9 +235,9 @@ FUNCTIONS += ["--problems", "rows.jsonl"]
 TASKSET = ["--env", "verifiers:words", "--env-args", '{"n": 3}', "--reference", "exact"]
 CARDS = {  # a run's flags → what its model's card names
     "code": ([], ["environment `code`", "enable_thinking=False"]),
-    "functions": (FUNCTIONS, ["`rows.jsonl`", "`own_card:proxy`", "`own_card:gold`"]),
-    "taskset": (TASKSET, ["taskset `words`", '`{"n": 3}`', "`exact`"]),
-    "thoughts": ([*FUNCTIONS, "--thinking"], ["`own_card:proxy`", "enable_thinking=True"]),
+    "functions": (FUNCTIONS, ["environment `text`", "own_card:proxy`", "own_card:gold`"]),
+    "taskset": (TASKSET, ["verifiers:words`"]),
+    "thoughts": ([*FUNCTIONS, "--thinking"], ["own_card:proxy`", "enable_thinking=True"]),
 }
 
 

@@ -117,7 +117,7 @@ BAD = [
     ),
     (
         HEAD + NONE + "[[overrides]]\nv-hack-k = 2\n",
-        "--v-hack-k: not read by any arm; leave it out",
+        "[[arms]] 1 × [[overrides]] 1: --v-hack-k: not read by --intervention none",
     ),
     (HEAD + "common = { penalty = 2 }\n" + NONE, "--penalty: not read by any arm"),
     (HEAD + NONE + "v-hack-k = 2\n", "[[arms]] 1: --v-hack-k: not read by --intervention none"),
@@ -164,16 +164,6 @@ def test_a_flag_of_every_run_is_left_out_where_it_is_not_read(tmp_path, common, 
     assert [{f for f in flags if "--intervention" not in f} for flags in given] == [first, second]
     assert len(study.left_out) == len(second) - len(first)
     assert all(line.endswith(": not read by none, and left out there") for line in study.left_out)
-
-
-def test_values_that_an_arm_does_not_read_make_one_run_of_it(tmp_path):
-    arms = (
-        '[[arms]]\nintervention = "penalty"\nmonitor = "labels"\n[[overrides]]\npenalty = [1, 2]\n'
-    )
-    runs = load_study_file(write(tmp_path, HEAD + NONE + arms)).runs
-    assert len(runs) == 3
-    assert runs[0].arm == "none"
-    assert [run.flags[-2] for run in runs] == ["--intervention=none", "--penalty=1", "--penalty=2"]
 
 
 def test_the_queue_of_h1_has_as_many_seeds_as_its_judge_asks_for():

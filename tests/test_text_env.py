@@ -28,7 +28,6 @@ from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.io import Refused
-from vgrout.ground.scoring import ScoringFunction
 from vgrout.loop.heldout import answers_to
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import file_hashes, read_inputs
@@ -340,39 +339,13 @@ def test_an_environment_goes_to_another_rank(world):
 
 
 def test_a_function_that_raises_shows_where(world, capsys):
-    """Its traceback from its own first frame, then the line that says what it was asked about."""
+    """Its traceback, then the line that says what it was asked about."""
     assert main(world(flags="--dry-run", gold="raises")) == 2
-    title, frame, *_, error, refusal = capsys.readouterr().err.strip().splitlines()
+    title, *frames, error, refusal = capsys.readouterr().err.strip().splitlines()
     assert title == "Traceback (most recent call last):"
-    assert f"{MODULE}.py" in frame
-    assert frame.endswith("in raises")
+    assert any(f"{MODULE}.py" in frame and frame.endswith("in raises") for frame in frames)
     assert error == "OSError: no judge"
     assert "raised OSError: no judge (asked about the row at rows.jsonl, line 1" in refusal
-
-
-def of_completion(_, completion):
-    return {"completion": completion}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        'def f(completion):\n    return len(completion[0]["content"])',
-        'def f(completion):\n    return len(completion[-1].get("content"))',
-        'def f(completions, **columns):\n    return [len(c[0]["content"]) for c in completions]',
-        'async def f(completions, **columns):\n    return [c[0]["content"] for c in completions]',
-        'def f(completions, **columns):\n    return (m["content"] for c in completions for m in c)',
-    ],
-)
-def test_a_function_of_conversations_is_told_that_completions_are_texts(
-    body, tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(tmp_path)
-    module = f"conversational_{abs(hash(body))}"
-    (tmp_path / f"{module}.py").write_text(body)
-    function = ScoringFunction(f"{module}:f", of_completion, None, flag="--reward")
-    (failed,) = function.scores(None, ["a text"])
-    assert "completions are texts" in str(failed)
 
 
 def test_flaws_and_splits_of_the_rows(world):

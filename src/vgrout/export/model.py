@@ -125,26 +125,15 @@ def card(saved: Saved, library: str, said: str, use: Sequence[str]) -> str:
     """
     base = "" if saved.is_local else f"base_model: {saved.base}\n"
     code = "\n".join(use)
+    environment = ", ".join(
+        f"`{name}`" for name in (saved.cfg.env.environment, *saved.cfg.env.code)
+    )
     return (
         f"---\nlibrary_name: {library}\n{base}---\n# {saved.cfg.run_id}\n\n{said}\n\n"
-        f"Trained on {world(saved)}. {prompting(saved)}\n\n"
+        f"Trained in the environment {environment}; vgrout.json has every setting. {prompting(saved)}\n\n"
         "A model from a study of reward hacking: it may hack the checks that its prompts describe. "
         f"Not for use.\n\n```python\n{code}\n```\n"
     )
-
-
-def world(saved: Saved) -> str:
-    """Say what the model was trained on: a kind of problems, with the functions that judged its answers."""
-    env = saved.cfg.env
-    # its name alone: a card is published, and the folder is this machine's
-    problems = Path(saved.cfg.scale.problems).name or "the default problems"
-    if env.taskset:
-        arguments = f" with the arguments `{env.env_args}`" if env.env_args else ""
-        return f"the taskset `{env.taskset}` of verifiers{arguments}, reference `{env.reference}`"
-    if env.reference:
-        return f"rows of `{problems}`, rewarded by `{env.reward}`, reference `{env.reference}`"
-    rewarded = f", rewarded by `{env.reward}`" if env.reward else ""
-    return f"the environment `{env.env}`, `{problems}`{rewarded}"
 
 
 def prompting(saved: Saved) -> str:

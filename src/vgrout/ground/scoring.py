@@ -287,7 +287,7 @@ def scorer(name: str, flag: str) -> Callable[[Task, str], float]:
         except RewardFailed as e:
             failed = e
         except (Exception, SystemExit) as e:  # one's own function may raise anything
-            failed = RewardFailed(f"raised {in_one_line(e)}")
+            failed = _raised(e)
             failed.__cause__ = e
         else:
             if math.isfinite(number):
@@ -320,17 +320,8 @@ def in_one_line(e: BaseException) -> str:
     return text[:120].rstrip(": ")
 
 
-# what Python says where a text is taken for a message, or for a list of them
-OF_MESSAGES = ("string indices must be integers", "'str' object has no attribute 'get'")
-
-
 def _raised(e: BaseException) -> RewardFailed:
-    """What a function raised. One that was written for TRL's conversations takes a completion for a list of messages;
-    it is told what a completion is here."""
-    said = f"raised {in_one_line(e)}"
-    if isinstance(e, TypeError | AttributeError) and str(e).startswith(OF_MESSAGES):
-        said += '; prompts and completions are texts here: write completion for completion[0]["content"]'
-    return RewardFailed(said)
+    return RewardFailed(f"raised {in_one_line(e)}")
 
 
 class ScoringFunction(Scorer[float]):

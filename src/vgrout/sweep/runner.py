@@ -22,8 +22,6 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout.config.checks import check, setting
-from vgrout.config.run import Config
-from vgrout.config.settings import OptConfig
 from vgrout.ground.io import (
     Refused,
     held,
@@ -337,21 +335,16 @@ def _hashes_by_arm(
         Refused: as `Sweep.of`.
     """
     files: dict[str, Mapping[str, str | None]] = {}
-    # by what decides on the files: their hashes, and which of them are missing
-    checked: dict[Config, tuple[Mapping[str, str | None], tuple[str, ...]]] = {}
     for run in study.runs:
         if run.arm in files:
             continue
         cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run))
-        key = replace(cfg, opt=OptConfig())
         try:
-            if key not in checked:
-                inputs = preflight(cfg)
-                checked[key] = file_hashes(cfg, inputs), inputs.absent
+            inputs = preflight(cfg)
         except Refused as e:
             raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
-        files[run.arm], absent = checked[key]
-        for line in absent:
+        files[run.arm] = file_hashes(cfg, inputs)
+        for line in inputs.absent:
             missing.setdefault(line, []).append(run.arm)
     return files
 

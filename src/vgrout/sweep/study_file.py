@@ -75,13 +75,6 @@ class Choice:
     flags: FlagTable
     name: str  # "": the study gives none
 
-    def without(self, dropped: Collection[str]) -> str:
-        """The name, of an arm that does not read these of its flags."""
-        kept = {key: value for key, value in self.flags.items() if key not in dropped}
-        if not kept or self.name != _shown(self.flags):
-            return self.name if kept else ""
-        return _shown(kept)
-
 
 def load_study_file(path: Path, trusted: bool = False) -> StudyFile:
     """Read and check a study file.
@@ -169,19 +162,17 @@ def _arms(study: Mapping[str, Any], trusted: bool) -> tuple[dict[str, Settings],
                     f"{beside} × {override.where}: {', '.join(twice)} is set by both; "
                     "leave it out in one of them",
                 )
-            of_all = (common.keys() | override.flags.keys()) - arm.flags.keys()
+            of_all = common.keys() - arm.flags.keys()
             try:
                 flags_given = common | arm.flags | override.flags
                 preset = str(study.get("preset"))
                 cfg, flags, dropped = _resolved(preset, flags_given, of_all, trusted)
             except Refused as e:
                 raise Refused(f"{where}: {e}") from None
-            label = _joined(arm.name or _label(cfg, arm.flags), override.without(dropped))
+            label = _joined(arm.name or _label(cfg, arm.flags), override.name)
             given.update(of_all)
             for name in dropped:
                 not_read.setdefault(name, []).append(label)
-            if dropped & override.flags.keys() and arms.get(label, (None, ()))[1] == flags:
-                continue  # the same arm under another value of what it does not read
             # `--commands` prints it into a shell's comment
             refuse(
                 not label.isprintable(), f"runs called {label!r}: should be printable, in one line"
