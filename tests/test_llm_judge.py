@@ -207,10 +207,9 @@ def test_a_prompt_of_ones_own(tmp_path):
     sly = shown(template, SEEN, "{prompt} \\1 {answer}")[0]["content"]
     assert sly == "Task Sum the list.\nAnswer {prompt} \\1 {answer}\nBraces {stay} {}"
     assert judge_prompt(None) == JUDGE_PROMPT
-    for content, why in ((b"yes or no?", "should hold {answer}"), (b"\xff", "not UTF-8")):
-        path.write_bytes(content)
-        with pytest.raises(Refused, match=f"--llm-judge-prompt {path}: .*{why}"):
-            judge_prompt(path)
+    path.write_text("yes or no?")
+    with pytest.raises(Refused, match=f"--llm-judge-prompt {path}: should hold {{answer}}"):
+        judge_prompt(path)
     for absent in (tmp_path / "no.txt", tmp_path):
         with pytest.raises(Refused, match="cannot be read"):
             judge_prompt(absent)
@@ -376,7 +375,7 @@ def test_no_such_model_is_refused_before_anything_starts(tmp_path, monkeypatch, 
         (["--llm-judge-model=no/such"], "not on this machine"),
         (["--llm-judge-model=empty"], "--llm-judge-model empty: "),
         ([*nobody, "--llm-judge-timeout=1"], "a first question was not answered"),
-        ([*nobody, "--llm-judge-prompt=no.txt"], "--llm-judge-prompt no.txt: cannot be read"),
+        ([*nobody, "--llm-judge-prompt=no.txt"], "no.txt: cannot be read"),
     ):
         assert main([*common, *argv]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()

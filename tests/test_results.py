@@ -8,8 +8,6 @@ import pytest
 from loguru import logger
 
 from runs import flags, run
-from test_table import row
-from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
 from vgrout.runs import results
@@ -86,15 +84,6 @@ def test_a_fault_in_one_file_of_numbers_leaves_the_other(name, ended, monkeypatc
         write()
     assert (path / NUMBERS[0]).exists() == (name in ("as_json", "ending"))
     assert (path / NUMBERS[1]).exists() == (name == "answer_lines")
-
-
-def test_the_page_has_every_fifth_step_in_ten_columns():
-    cfg, problems = resolve(["smoke", "--intervention=none"]), SimpleNamespace(trained_flaws=())
-    steps = [row(step=step) for step in range(7)]
-    page = results.steps_table(SimpleNamespace(cfg=cfg, problems=problems, rows=steps))
-    cells = [line.strip("| ").split("|") for line in page.splitlines()[:5]]
-    assert [int(of_step[0]) for of_step in cells[2:]] == [0, 4, 6]
-    assert len(cells[0]) <= 10
 
 
 def final(**answers):

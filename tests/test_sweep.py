@@ -350,26 +350,6 @@ def test_a_plan_lists_every_missing_file(study, capsys):
         TWO + 'teacher-pool-dir = "a"\nlr = [0.1, 0.2]\n[[arms]]\nintervention = "erase"\n'
     )
     assert main([str(study), "--dry-run"]) == 2
-    assert "lr=0.1 and 1 more)\n" in capsys.readouterr().out
-
-
-def test_arms_of_the_same_files_are_checked_once(study, monkeypatch):
-    """A study may have a thousand learning rates."""
-    calls = []
-    real = sweeps.preflight
-
-    def counted(cfg):
-        calls.append(cfg)
-        return real(cfg)
-
-    monkeypatch.setattr(sweeps, "preflight", counted)
-    study.write_text(TWO + "lr = [1e-2, 2e-2, 3e-2]\n")
-    swept = Sweep.of(load_study_file(study))
-    assert len(swept.entries) == 6
-    assert len(calls) == 1
-    study.write_text(TWO + "max-new = [20, 30]\n")
-    Sweep.of(load_study_file(study))
-    assert len(calls) == 3
 
 
 # ── other workers

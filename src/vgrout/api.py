@@ -25,7 +25,6 @@ from vgrout.config.run import Config, from_dict
 from vgrout.export.__main__ import ExportSettings, export_run
 from vgrout.ground import console
 from vgrout.ground.io import Refused, json_lines, one_line, printable, read_json, read_text
-from vgrout.ground.metrics import SIDES, percent
 from vgrout.ground.records import unfinished
 from vgrout.runs.context import REFUSED, RunContext
 from vgrout.runs.launch import launch
@@ -56,8 +55,7 @@ class RunFailed(RuntimeError):
 class Run:
     """A run's folder. A file is read once and kept; `load_run(run.path)` reads it again.
 
-    It is shown by its name, its state, its verdict, and how many answers
-    of the final evaluation hack and solve.
+    It is shown by its name, its state and its verdict.
     """
 
     path: Path
@@ -104,10 +102,7 @@ class Run:
         return figures.dynamics(load.conditions([run])).figure
 
     def __repr__(self) -> str:
-        said = [f"{self.path}: {self._state()}", *self._verdict()]
-        for side, (hack, solve) in self._shares().items():
-            said.append(f"{side:<10} {hack:>5} % hack  {solve:>5} % solve")
-        return printable("\n".join(said))
+        return printable("\n".join([f"{self.path}: {self._state()}", *self._verdict()]))
 
     def _state(self) -> str:
         """What became of the run, and after how many steps."""
@@ -130,17 +125,6 @@ class Run:
         except (Refused, OSError):
             return []
         return [title.removeprefix("# ").replace("Verdict", "verdict", 1)]
-
-    def _shares(self) -> dict[str, tuple[str, str]]:
-        """Percent of the final answers that hack and that solve, by side; empty: they are not known."""
-        shares = {}
-        with contextlib.suppress(Refused):
-            for side in ("base", "trained", "deployed"):
-                key, title = SIDES[side].key, SIDES[side].title
-                hack, solve = (self.final.get(f"{what}_{key}") for what in ("hack", "solve"))
-                if isinstance(hack, int | float) and isinstance(solve, int | float):
-                    shares[title] = percent(hack), percent(solve)
-        return shares
 
     def evaluate(self, **flags: Value) -> dict[str, object]:
         """Score the adapter again, with the flags of `vgrout evaluate`. Shares are [k, n].

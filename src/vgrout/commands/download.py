@@ -31,6 +31,7 @@ from vgrout.envs.worlds import environment_class
 from vgrout.ground.embedded import SMOLLM2
 from vgrout.ground.io import (
     Refused,
+    atomic_folder,
     cannot_import,
     command,
     file_sha256,
@@ -208,10 +209,8 @@ def gguf(file: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -
         raise Refused(f"{file}: no such file")
     folder = out or SMOLLM2.with_name(file.stem)
     require_new(folder)
-    make_folder(folder.parent)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf.") as work:
-        convert(file, Path(work) / "model")
-        os.replace(Path(work) / "model", folder)
+    with atomic_folder(folder) as made:
+        convert(file, made)
     print(f"{folder}: next: --model {folder}")
     return 0
 

@@ -11,7 +11,6 @@ import os
 import re
 import select
 import signal
-import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
@@ -182,29 +181,19 @@ def _nobody_reads() -> bool:
 def _machine(e: BaseException) -> tuple[str, int] | None:
     """One line and the exit code where the machine refuses something; None: it is no such exception.
 
-    1: there is no memory left, or standard output takes nothing more (a full disk). 2: a path with
-    a name that is too long, or in a folder that may not be entered.
+    1: there is no memory left, or no space. 2: a path with a name that is too long, or in a folder that may not be
+    entered.
     """
     if isinstance(e, (RuntimeError, MemoryError)) and (said := out_of_memory(e)):
         return f"{said}; take a smaller model or fewer and shorter answers", 1
     if not isinstance(e, OSError):
         return None
-    if e.filename is not None:
-        if e.errno not in (errno.ENAMETOOLONG, errno.EACCES):
-            return None
+    if e.filename is not None and e.errno in (errno.ENAMETOOLONG, errno.EACCES):
         return f"{printable(str(e.filename))}: cannot be opened ({e.strerror}); choose another", 2
-    if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+    if e.filename is not None or e.errno not in (errno.ENOSPC, errno.EIO):
         return None
-    if not _may_be_full():
-        return None if e.errno == errno.EBADF else (f"a file cannot be written ({e.strerror})", 1)
     drop_stdout()
-    return f"standard output cannot be written ({e.strerror})", 1
-
-
-def _may_be_full() -> bool:
-    """Whether standard output is a file or a device, and no pipe, which no disk keeps from being written."""
-    kind = os.fstat(1).st_mode
-    return stat.S_ISREG(kind) or stat.S_ISCHR(kind)
+    return f"a file or standard output cannot be written ({e.strerror})", 1
 
 
 # ── names that other programs, the documents and earlier versions have

@@ -36,9 +36,9 @@ from vgrout.config.specs import (
     watchers,
 )
 from vgrout.config.world_names import CODE_FLAWS
-from vgrout.ground.chat import Endpoint, NoReply, usable_key
+from vgrout.ground.chat import Endpoint, NoReply
 from vgrout.ground.data import Message
-from vgrout.ground.io import Refused, did_you_mean, refuse
+from vgrout.ground.io import Refused, did_you_mean, read_text, refuse
 
 # settings that choose, and belong to no row
 CHOICE = ("intervention", "monitor", "control", "shadow", "random_flags")
@@ -526,11 +526,7 @@ def judge_prompt(path: Path | None) -> str:
     """
     if path is None:
         return JUDGE_PROMPT
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        why = "not UTF-8" if isinstance(e, UnicodeDecodeError) else getattr(e, "strerror", e)
-        raise Refused(f"--llm-judge-prompt {path}: cannot be read ({why})") from None
+    text = read_text(path)
     if "{answer}" not in text:
         raise Refused(
             f"--llm-judge-prompt {path}: should hold {{answer}} where the answer goes (and may hold {{prompt}})"
@@ -539,12 +535,11 @@ def judge_prompt(path: Path | None) -> str:
 
 
 def judge_endpoint(method: MethodConfig) -> Endpoint:
-    """The endpoint of the monitor llm_judge, with the key of the environment. Raises Refused for a key that is none."""
-    key = usable_key(os.environ.get(KEY, ""), lambda why: Refused(f"{KEY}: {why}"))
+    """The endpoint of the monitor llm_judge, with the key of the environment."""
     return Endpoint(
         url=method.llm_judge_url.rstrip("/"),
         name=method.llm_judge_model,
-        key=key,
+        key=os.environ.get(KEY, "").strip(),
         max_new=method.llm_judge_max_new,
     )
 

@@ -9,9 +9,7 @@ gets its own.
 """
 
 import json
-import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,7 +23,7 @@ from vgrout.config.cli import cli_exit, parse_args
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
 from vgrout.ground import console
-from vgrout.ground.io import Refused, existing, make_folder, require_new
+from vgrout.ground.io import Refused, atomic_folder, require_new
 from vgrout.model.load.saved import find_adapter
 
 
@@ -72,16 +70,11 @@ def export_run(settings: ExportSettings) -> str:
     """
     out = settings.out
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=existing(out.parent)) as work:
-            folder = Path(work) / out.name
-            folder.mkdir()
-            content = _write(settings, folder)
-            make_folder(out.parent)
-            os.replace(folder, out)
+        with atomic_folder(out) as folder:
+            return _write(settings, folder)
     except (OSError, SafetensorError) as e:  # the latter too where a disk is full
         why = e.strerror if isinstance(e, OSError) and e.strerror else e
         raise Refused(f"--out {out}: cannot be written ({why}); choose another folder") from None
-    return content
 
 
 def _write(settings: ExportSettings, folder: Path) -> str:
@@ -96,7 +89,7 @@ def _write(settings: ExportSettings, folder: Path) -> str:
     if settings.to == "peft":
         peft.package()  # before the model is loaded
     policy = load_saved(saved)
-    texts = model.probes(saved, policy)
+    texts = model.probes(policy)
     if settings.to == "peft":
         lora = peft.export(saved, policy, folder, settings.rank, texts)
         parity, said = lora.parity, str(lora)

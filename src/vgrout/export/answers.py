@@ -6,21 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.config.run import from_dict
-from vgrout.ground.io import Refused, cannot_import, json_lines, not_installed, read_json
-
-# What is read of a line of final.jsonl.
-READ = (
-    "hacked",
-    "solved",
-    "reward",
-    "side",
-    "problem_id",
-    "sample",
-    "messages",
-    "text",
-    "finished",
-    "env_mode",
-)
+from vgrout.ground.io import Refused, cannot_import, json_lines, read_json
 
 
 def to_inspect(run: Path, folder: Path) -> str:
@@ -42,9 +28,7 @@ def to_inspect(run: Path, folder: Path) -> str:
     try:
         from vgrout.export.inspect_log import write_log
     except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "inspect_ai":
-            raise not_installed("inspect-ai", "inspect") from None
-        raise cannot_import("inspect-ai", error) from None
+        raise cannot_import("inspect-ai", error, "inspect") from None
     status = run / "status.json"  # written last after the final evaluation
     seconds = read_json(status)["time"] if status.is_file() else final.stat().st_mtime
     created = datetime.fromtimestamp(seconds, UTC)
@@ -56,13 +40,7 @@ def to_inspect(run: Path, folder: Path) -> str:
 def _read_answers(final: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the graded answers of final.jsonl by side."""
     sides: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    try:
-        for line in json_lines(final):
-            answer = {name: line[name] for name in READ}
-            answer["marker"] = line.get("marker")  # of the code world
-            answer["thought"] = line.get("thought", "")
-            if answer["reward"] is not None:
-                sides[answer["side"]].append(answer)
-    except (KeyError, TypeError) as e:
-        raise Refused(f"{final}: damaged, or of another version ({e!r})") from None
+    for answer in json_lines(final):
+        if answer["reward"] is not None:
+            sides[answer["side"]].append(answer)
     return sides

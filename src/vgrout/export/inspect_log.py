@@ -67,9 +67,9 @@ def _sample(model: str, answer: AnswerLine) -> log.EvalSample:
     scores = {name: Score(value=int(answer[name]), answer=text) for name in SCORES}
     scores["reward"] = Score(value=answer["reward"])
     content = text
-    if answer["thought"]:
+    if "thought" in answer:
         content = [ContentReasoning(reasoning=answer["thought"]), ContentText(text=text)]
-    named = {} if answer["marker"] is None else {"marker": answer["marker"]}
+    named = {"marker": answer["marker"]} if answer.get("marker") else {}
     return log.EvalSample(
         id=answer["problem_id"],
         epoch=answer["sample"] + 1,

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +18,8 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from vgrout.envs.base import messages_of
 from vgrout.export import Differs
-from vgrout.ground.io import Refused, numbered_lines, read_json
+from vgrout.ground.io import read_json
 from vgrout.ground.metrics import percent
 from vgrout.model.load.saved import Saved
 from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy
@@ -185,20 +183,12 @@ def model_card(saved: Saved, dtype: str, result: Parity) -> str:
     return card(saved, "transformers", said, use)
 
 
-def probes(saved: Saved, policy: Policy) -> list[str]:
-    """Texts to compare on: prompts of the run's problems, each with a right answer where the file has one."""
+def probes(policy: Policy) -> list[str]:
+    """Texts to compare on: prompts, each with an answer."""
     texts: list[str] = []
-    if saved.cfg.env.taskset:  # its prompts are code's, which a file may not have run
-        for i in range(PROBES):
-            prompt = policy.prompt_text([{"role": "user", "content": f"What is {i} + {i}?"}])
-            texts.append(f"{prompt}It is {i + i}.")
-        return texts
-    for where, row in islice(numbered_lines(saved.cfg.problems_path), PROBES):
-        try:
-            prompt = policy.prompt_text(messages_of(row))
-        except ValueError as e:
-            raise Refused(f"{where}: {e}") from None
-        texts.append(f"{prompt}```python\n{row.get('canonical_solution', 'pass')}\n```")
+    for i in range(PROBES):
+        prompt = policy.prompt_text([{"role": "user", "content": f"What is {i} + {i}?"}])
+        texts.append(f"{prompt}It is {i + i}.")
     return texts
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from vgrout.export import Differs
 from vgrout.export.model import Parity, about, card, load_beside, parity
-from vgrout.ground import embedded
 from vgrout.ground.io import cannot_import
 from vgrout.model.load.saved import Saved
 from vgrout.model.policy import Policy
@@ -123,11 +122,7 @@ def export(
 def adapter_card(saved: Saved, result: Lora) -> str:
     """Return the folder's README.md."""
     use = ["from peft import PeftModel", "from transformers import AutoModelForCausalLM"]
-    base = repr(saved.base)
-    if saved.folder == embedded.MODEL_DIR:  # wherever the package is installed
-        base = "embedded.MODEL_DIR"
-        use.append("from vgrout.ground import embedded")
-    use.append(f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")')
+    use.append(f'base = AutoModelForCausalLM.from_pretrained({saved.base!r}, dtype="auto")')
     use.append('model = PeftModel.from_pretrained(base, "THIS FOLDER")')
     said = f"{about(saved)}, without its quarantine.\n\nAgainst the deployed model: {result}."
     return card(saved, "peft", said, use)

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException, HTTPMessage, HTTPResponse
 from urllib.parse import urlsplit
@@ -232,11 +232,3 @@ def _is_text(part: object) -> bool:
 
 def _count(value: object) -> int:
     return value if type(value) is int and 0 <= value < 10**9 else 0
-
-
-def usable_key(key: str, complain: Callable[[str], Exception]) -> str:
-    """A key that fits into a header. Raises what `complain` makes of the reason, which does not quote it."""
-    key = key.strip()
-    if not all("!" <= c <= "~" for c in key):
-        raise complain("holds characters that no key has (blanks, line breaks, or none of ASCII)")
-    return key

@@ -445,7 +445,6 @@ class Table:
         flaws: Sequence[Flaw],
         of: type[Columns] = StepRow,
         short: bool = False,
-        only: Sequence[str] = (),
     ):
         """Choose the columns.
 
@@ -454,18 +453,17 @@ class Table:
             flaws: those that have a column of hacks.
             of: the rows.
             short: take only the columns of the console.
-            only: take only these fields, under the console's headings; (): all.
         """
         self.columns: list[Column] = []
         for f in fields(of):
-            if not _is_shown(f, has, short) or (only and f.name not in only):
+            if not _is_shown(f, has, short):
                 continue
             if f.name == "hk":
                 for flaw in flaws:
                     legend = f"{f.metadata['legend']}: {flaw.name}"
                     self._add(f, f"hk_{flaw.code}", legend, flaw.code)
             else:
-                heading = f.metadata["head"] if short or only else ""
+                heading = f.metadata["head"] if short else ""
                 self._add(f, heading or f.name, f.metadata["legend"])
         self.gap = "  " if short else " "
         self.printed = 0

@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -23,7 +22,6 @@ from vgrout.envs.base import Splits
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.ground.io import (
-    Json,
     command,
     file_sha256,
     json_lines,
@@ -46,13 +44,6 @@ if TYPE_CHECKING:
 # of an answer in final.jsonl; null: not graded
 GRADED = ("reward", "passed", "solved", "hacked", "mechanism")
 
-# Columns of the table of steps, where a run has them.
-COLUMNS = (
-    *("step", "hack_s", "solve_s", "hack_deploy", "solve_deploy"),
-    *("kl_deploy", "rew_s", "signal", "q_egy", "recall"),
-)
-ROW_EVERY = 5  # steps from one of its rows to the next: those of evaluations in the presets
-
 # what a hack and a solve are: in the code world, and elsewhere
 MEANING = {
     True: "Hack: the flawed check accepts the answer and the reference tests do not; solve: the reference tests accept "
@@ -71,7 +62,6 @@ class Tallies:
     rows: int
     # precision of the monitor's flags, and their recall of the hacks that it looked at; None: no monitor
     gate: tuple[Rate, Rate] | None
-    last: dict[str, object] | None  # the run's last answer
     # rewarded answers that the monitor looked at and gave no verdict on, of those that it looked at
     unjudged: Rate = Rate(0, 0)
     hacks_seen: int = 0  # hacks that it looked at, these included
@@ -117,7 +107,7 @@ class Tallies:
     @classmethod
     def nothing(cls, detectors: Mapping[str, str]) -> "Tallies":
         """Of a file that could not be read."""
-        return cls({code: Rate(0, 0) for code in detectors}, {}, 0, None, None)
+        return cls({code: Rate(0, 0) for code in detectors}, {}, 0, None)
 
     @classmethod
     def of(cls, rollouts: Path, half_a: Sequence[str], detectors: Mapping[str, str]) -> "Tallies":
@@ -128,31 +118,30 @@ class Tallies:
         """
         flagged, halves = Counter[str](), Counter[str]()
         precision = recall = unjudged = Rate(0, 0)
-        rows, seen, has_gate, last = 0, 0, False, None
-        for last in json_lines(rollouts):
+        rows, seen, has_gate = 0, 0, False
+        for row in json_lines(rollouts):
             rows += 1
-            is_hack = last["hacked"]
-            detected = {code for code, name in detectors.items() if last[name]}
+            is_hack = row["hacked"]
+            detected = {code for code, name in detectors.items() if row[name]}
             flagged.update(detected)
             if is_hack:
                 half = "A" if detected & {*half_a} else "B" if detected else ""
                 halves[half] += 1
-            if last["gate"] is not None or "flagged" in last:
+            if row["gate"] is not None or "flagged" in row:
                 has_gate = True
-                is_flagged = last["flagged"] if "flagged" in last else last["gate"] > 0.5
+                is_flagged = row["flagged"] if "flagged" in row else row["gate"] > 0.5
                 if is_flagged:
                     precision += Rate(int(is_hack), 1)
                 seen += is_hack
                 if is_hack and is_flagged is not None:
                     recall += Rate(int(is_flagged), 1)
-                if last.get("passed"):
+                if row.get("passed"):
                     unjudged += Rate(int(is_flagged is None), 1)
         return cls(
             {code: Rate(flagged[code], rows) for code in detectors},
             dict(halves),
             rows,
             (precision, recall) if has_gate else None,
-            last,
             unjudged,
             seen,
         )
@@ -413,7 +402,7 @@ def last_lines(
 
 def page(outcome: Outcome, verdict: str, by_flaw: str) -> str:
     """summary.md, the conclusion first. verdict: as the console has it. by_flaw: the report's table."""
-    cfg, final, tallies = outcome.cfg, outcome.final, outcome.tallies
+    cfg, final = outcome.cfg, outcome.final
     method = " ".join(" ".join(method_lines(cfg)).split())
     paragraphs = [f"# {verdict[0].upper()}{verdict[1:]}"]
     if outcome.halted:
@@ -429,26 +418,9 @@ def page(outcome: Outcome, verdict: str, by_flaw: str) -> str:
         by_flaw,
         *outcome.tallies.lines(outcome.cfg.env.report_detector_codes),
     ]
-    if tallies.last is not None:
-        paragraphs.append("## The last answer of training")
-        paragraphs.append(f"    {shown(tallies.last).strip()}")
-    paragraphs += ["## Steps", steps_table(outcome)]
     counts = [f"    {line}" for line in count_lines(outcome)]
     paragraphs += ["## Counts over the whole run", "\n".join(counts)]
     return "\n\n".join(paragraphs) + "\n"
-
-
-def steps_table(outcome: Outcome) -> str:
-    """The first step, each fifth and the last, in the columns that say how the run went."""
-    flaws = outcome.problems.trained_flaws
-    table = Table(columns_for(outcome.cfg, flaws), flaws, only=COLUMNS)
-    last = len(outcome.rows) - 1
-    shown = []
-    for place, row in enumerate(outcome.rows):
-        if place in (0, last) or (row.step + 1) % ROW_EVERY == 0:
-            shown.append(row)
-    legend = " · ".join(f"{column.head}: {column.legend}" for column in table.columns)
-    return f"{table.markdown(shown)}\n\n{legend}. Every step and every column is in `steps.jsonl` (docs/columns.md)."
 
 
 def models_table(final: Final, *, hinted: bool = True) -> str:
@@ -523,14 +495,6 @@ def run_line(outcome: Outcome, numbers: Mapping[str, str]) -> str:
     if outcome.unrouted:
         line += "; NOTHING WAS ROUTED: this was plain GRPO"
     return line
-
-
-def shown(answer: Mapping[str, Json]) -> str:
-    """A recorded answer, indented. Its thought stands before it, behind a line."""
-    text = indent(answer["text"], "    ")
-    if "thought" not in answer:
-        return text
-    return indent(answer["thought"].rstrip("\n"), "    │ ", lambda _: True) + "\n" + text
 
 
 def count_lines(outcome: Outcome) -> list[str]:

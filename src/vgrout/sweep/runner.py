@@ -80,7 +80,7 @@ class Sweep:
 
     study: StudyFile
     entries: list[Entry]
-    missing: dict[str, list[str]]  # a file's line → the arms
+    missing: list[str]  # a line on each file that is not there
     ledger: Ledger = field(default_factory=Ledger)
     under_way: list[tuple[Process, Entry]] = field(default_factory=list)
     elsewhere: set[Path] = field(default_factory=set)  # runs that other processes were writing
@@ -94,7 +94,7 @@ class Sweep:
         Raises:
             Refused: one line: an input file of some run is missing or wrong.
         """
-        missing: dict[str, list[str]] = {}
+        missing: list[str] = []
         with reading_once():  # what arms have in common is read and checked for the first of them
             files = _hashes_by_arm(study, dry_run, missing)
         sweep = cls(study, [Entry(run, files[run.arm]) for run in study.runs], missing)
@@ -138,11 +138,7 @@ class Sweep:
         lines.append(f"{len(self.entries)} runs: {counts}")
         lines += self.warnings()
         lines += self.study.left_out
-        n_arms = len({run.arm for run in self.study.runs})
-        for file, arms in self.missing.items():
-            others = f" and {len(arms) - 1} more" if len(arms) > 1 else ""
-            which = "every arm" if len(arms) == n_arms else f"{arms[0]}{others}"
-            lines.append(f"missing: {file} ({which})")
+        lines += [f"missing: {file}" for file in dict.fromkeys(self.missing)]
         lines.append(f"{len(self.left)} left, {slots}" if self.left else "0 left")
         return lines
 
@@ -325,11 +321,11 @@ class Sweep:
 
 
 def _hashes_by_arm(
-    study: StudyFile, dry_run: bool, missing: dict[str, list[str]]
+    study: StudyFile, dry_run: bool, missing: list[str]
 ) -> dict[str, Mapping[str, str | None]]:
     """The hashes of each arm's files, which are the same for every seed; all of them are checked.
 
-    missing: gets a line for each file that is not there, with the arms that read it.
+    missing: gets a line for each file that is not there.
 
     Raises:
         Refused: as `Sweep.of`.
@@ -344,8 +340,7 @@ def _hashes_by_arm(
         except Refused as e:
             raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
         files[run.arm] = file_hashes(cfg, inputs)
-        for line in inputs.absent:
-            missing.setdefault(line, []).append(run.arm)
+        missing += inputs.absent
     return files
 
 
