@@ -39,7 +39,7 @@ def write(tmp_path, monkeypatch):
 def score(name="mine_edited:f"):
     """What a run that names this function gets of it, and the hash that it records."""
     import_named(["--reward", name])
-    function = ScoringFunction(name, lambda task, answer: {}, (), flag="--reward")
+    function = ScoringFunction(name, lambda task, answer: {}, flag="--reward")
     return function.called(None, ["x"])[0], function.sha256
 
 
@@ -183,7 +183,7 @@ def raises(completion): raise KeyboardInterrupt
 @pytest.mark.parametrize("name", ["plain", "awaited"])
 def test_an_interrupt_is_no_failure_of_the_function_that_is_waited_for(name, answers, write):
     write("waits_long", WAITING)
-    function = own_function(f"waits_long:{name}", None, "--reward")
+    function = own_function(f"waits_long:{name}", "--reward")
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -200,5 +200,5 @@ def test_an_interrupt_is_no_failure_of_the_function_that_is_waited_for(name, ans
 
 def test_an_interrupt_that_the_function_raises_is_its_failure(write):
     write("waits_long", WAITING)
-    (failed,) = own_function("waits_long:raises", None, "--reward").scores(ASKED, ["a"])
+    (failed,) = own_function("waits_long:raises", "--reward").scores(ASKED, ["a"])
     assert str(failed) == "raised KeyboardInterrupt"

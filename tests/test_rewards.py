@@ -117,6 +117,6 @@ def test_a_score_that_is_no_score_is_refused(score, tmp_path, monkeypatch):
     name = f"far_{abs(hash(score))}"
     (tmp_path / f"{name}.py").write_text(f"def f(completion):\n    return {score}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    function = own_function(f"{name}:f", ("completion",), "--reward")
+    function = own_function(f"{name}:f", "--reward")
     (failed,) = function.scores(TextTask(0, ({"role": "user", "content": "q"},), "x", None), ["x"])
     assert "finite" in str(failed)

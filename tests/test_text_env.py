@@ -230,7 +230,7 @@ FLAGS = {
     "--reward {m}:many": "returned no list with one number for one completion",
     "--env code": "--env code with --reference",
     "--intervention erase --mix-ratio 0.25 --teacher-pool-dir {pool}": "vgrout teacher --elicit` makes them",
-    "--reward {m}:judge": "asks for judge; arguments are given by name, and may be completion, flaw",
+    "--reward {m}:judge": "missing 1 required positional argument: 'judge'",
     "--reward {m}:proxy=nan": "its weight should be a number",
     "--reward {m}:proxy {m}:proxy=2": "is there twice; name it once",
     "--reward {m}:proxy=0 {m}:even=0": "every weight is 0",

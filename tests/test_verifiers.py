@@ -126,7 +126,6 @@ def test_a_reference_of_ones_own_is_told_the_tasks_own_fields(here):
     (here / "other.py").write_text(
         "def gold(completion, word): return completion == word\n"
         "def golds(completions, word, **rest): return [c == w for c, w in zip(completions, word)]\n"
-        "def lost(completion, nothing): return True\n"
     )
     word = made(*NAMED).rows[0].columns["word"]
     for function in ("gold", "golds"):
@@ -135,8 +134,6 @@ def test_a_reference_of_ones_own_is_told_the_tasks_own_fields(here):
         assert (right.solved, hack.solved, hack.hacked) == (True, False, True)
         with environment.grader(1, 0) as grader:
             assert grader.by_group is (function == "golds")
-    with pytest.raises(Refused, match="asks for nothing"):
-        made(*NAMED[:2], "--reference", "other:lost")
 
 
 def test_another_rank_loads_it_by_itself(here):

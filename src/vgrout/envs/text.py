@@ -11,7 +11,7 @@ and no sandbox.
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -168,11 +168,9 @@ class Proxy:
         return " + ".join(rewards)
 
 
-def own_function(
-    name: str, names: Collection[str] | None, flag: str, passes_at: float = 1.0
-) -> ScoringFunction:
+def own_function(name: str, flag: str, passes_at: float = 1.0) -> ScoringFunction:
     """A function of rows of text. Raises Refused, one line."""
-    return ScoringFunction(name, arguments, names, flag=flag, passes_at=passes_at, bounded=False)
+    return ScoringFunction(name, arguments, flag=flag, passes_at=passes_at, bounded=False)
 
 
 class TextGrader:
@@ -299,13 +297,6 @@ class TextGrader:
         self.close()
 
 
-def names_for(rows: Sequence[TextTask]) -> set[str]:
-    """What functions may ask for about answers to these rows."""
-    probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
-    columns = {name for row in rows for name in row.columns}
-    return {*columns, *arguments(probe, "")}
-
-
 def require_columns(function: ScoringFunction, rows: Sequence[TextTask]) -> None:
     """Raises Refused, one line, for the first row without a column that the function asks for."""
     columns = {name for row in rows for name in row.columns}
@@ -401,12 +392,11 @@ class TextEnvironment(Environment):
         if functions is not None:
             self.proxy, self.reference = functions
         else:
-            names = None if self.absent else names_for(both)
             weights: dict[ScoringFunction, float] = {}
             for name, weight in weights_of(proxy or env.reward, "--reward").items():
-                weights[own_function(name, names, "--reward", env.reward_passes_at)] = weight
+                weights[own_function(name, "--reward", env.reward_passes_at)] = weight
             self.proxy = Proxy(weights, env.reward_passes_at)
-            self.reference = own_function(reference or env.reference, names, "--reference")
+            self.reference = own_function(reference or env.reference, "--reference")
             for function in self.functions:
                 require_columns(function, both)
         # in the order of their first row, each with a code of its own for its column

@@ -32,7 +32,6 @@ from vgrout.envs.text import (
     Reference,
     TextEnvironment,
     TextTask,
-    names_for,
     own_function,
     require_columns,
 )
@@ -167,7 +166,7 @@ def _reference(cfg: Config, rows: Sequence[TextTask], rubric: Rubric) -> Referen
     """What says whether an answer is right. Raises Refused, one line, where nothing is named."""
     named = cfg.env.reference
     if ":" in named:
-        own = own_function(named, names_for(rows), "--reference")
+        own = own_function(named, "--reference")
         require_columns(own, rows)
         return own
     names = ", ".join(reward_names(rubric.tasks[0]))

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -335,7 +335,6 @@ class ScoringFunction(Scorer[float]):
         self,
         name: str,
         arguments: Callable[[Any, str], dict[str, object]],
-        names: Collection[str] | None,
         *,
         flag: str,
         passes_at: float = 1.0,
@@ -343,16 +342,16 @@ class ScoringFunction(Scorer[float]):
         bounded: bool = True,
     ) -> None:
         """name: module:function. arguments: makes of a task and an answer all that it may ask for, afresh for each
-        call, so that it may change them. names: of these; None: not known yet. flag: that names it. passes_at: score
+        call, so that it may change them. flag: that names it. passes_at: score
         from which on an answer counts as passed. timeout: seconds per call. bounded: whether a score has to lie in
         [0, 1].
 
         Raises:
-            Refused: one line: it cannot be imported, or asks for other arguments.
+            Refused: one line: it cannot be imported.
         """
         self.name, self.flag = name, flag
         self.passes_at, self.timeout, self.bounded = passes_at, timeout, bounded
-        self._arguments, self._names = arguments, names
+        self._arguments = arguments
         self._function = import_function(name, flag)
         try:
             parameters = inspect.signature(self._function).parameters.values()
@@ -372,8 +371,6 @@ class ScoringFunction(Scorer[float]):
         self._asked_for = {p.name for p in by_name}
         # the arguments that it cannot do without
         self.required = frozenset(p.name for p in by_name if p.default is p.empty)
-        if names is not None:
-            self._require_names(parameters, {self._parameter(n) for n in names})
         is_coroutine = inspect.iscoroutinefunction
         self._is_async = is_coroutine(self._function) or is_coroutine(type(self._function).__call__)
         self._one_call = threading.Lock()
@@ -384,7 +381,7 @@ class ScoringFunction(Scorer[float]):
         """Another rank imports it by itself."""
         flags = {"flag": self.flag, "passes_at": self.passes_at, "timeout": self.timeout}
         made = partial(ScoringFunction, **flags, bounded=self.bounded)
-        return made, (self.name, self._arguments, self._names)
+        return made, (self.name, self._arguments)
 
     @property
     def where(self) -> str:
@@ -395,22 +392,6 @@ class ScoringFunction(Scorer[float]):
     def described(self) -> str:
         """It and its file, for the plan."""
         return f"{self.name} of {self.file}, sha256 {self.sha256[:12]}"
-
-    def _require_names(
-        self, parameters: Iterable[inspect.Parameter], legal: Collection[str]
-    ) -> None:
-        """Raises Refused where the function needs an argument that it is not given, or cannot be given by name."""
-        unknown = set[str]()
-        for p in parameters:
-            variable = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-            if not variable and p.default is p.empty and p.name not in legal:
-                unknown.add(p.name)
-        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-        if asked := sorted(unknown) or positional:
-            raise Refused(
-                f"{self.flag} {self.name}: asks for {', '.join(asked)}; arguments are given by name, and may be "
-                + ", ".join(sorted(legal))
-            )
 
     def _parameter(self, name: str) -> str:
         """The name under which a function of this kind asks for an argument."""

@@ -196,14 +196,9 @@ def arguments(problem: Problem, text: str) -> dict[str, object]:
     return columns | own | {"info": dict(columns), "state": own | {"info": dict(columns)}}
 
 
-NAMES = tuple(arguments(Problem(0, "run_tests", "", (), (), (), "", "", ""), ""))
-
-
 def reward_function(name: str, passes_at: float = 1.0, timeout: float = TIMEOUT) -> ScoringFunction:
     """The function that --reward names. Raises Refused, one line."""
-    return ScoringFunction(
-        name, arguments, NAMES, flag="--reward", passes_at=passes_at, timeout=timeout
-    )
+    return ScoringFunction(name, arguments, flag="--reward", passes_at=passes_at, timeout=timeout)
 
 
 def probe(reward: ScoringFunction, problem: Problem, retries: int | None = 0) -> float:
