@@ -19,7 +19,7 @@ from vgrout.model.load import source
 from vgrout.runs import checkpoint
 from vgrout.runs.checkpoint import Checkpoint
 from vgrout.runs.plan import require_disk
-from vgrout.runs.recorder import ROWS_BEFORE, rows_as_json
+from vgrout.runs.recorder import ROWS, rows_as_json
 from vgrout.runs.run_dir import RunDir, steps_on_disk
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import load_study_file
@@ -153,12 +153,12 @@ GOLDEN = json.loads((Path(__file__).parent / "golden/none.json").read_text())
 ROW = GOLDEN["rows"][0] | dict.fromkeys(SECONDS, 0.5)
 
 
-def test_a_save_on_the_way_has_the_last_rows_alone(counted):
+def test_a_save_has_the_last_rows_alone(counted):
     """However many there are."""
     rows = [StepRow.from_json(ROW | {"step": step}) for step in range(1500)]
     calls = counted((StepRow, "as_json"))
-    text = rows_as_json(rows, ROWS_BEFORE)
-    assert len(text) <= ROWS_BEFORE + 4000
+    text = rows_as_json(rows)
+    assert len(text) <= ROWS + 4000
     kept = json.loads(text)
     assert calls["as_json"] == len(kept) < 1000
     assert [row["step"] for row in kept] == [*range(1500 - len(kept), 1500)]

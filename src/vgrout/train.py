@@ -82,7 +82,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, splits.train)  # kill switch, and the detectors of guard/detectors.py
     recorder = Recorder(cfg, run, policy, method, optim, guard, splits)
-    loaded = plan.loaded_lines(cfg, inputs, splits, policy)
+    loaded = plan.loaded_lines(inputs, splits)
     # one row a step; a resumed run has those of its earlier steps
     step_rows = recorder.begin(loaded, demonstrations.record(), teacher_model)
     first = len(step_rows)

@@ -193,17 +193,6 @@ def raised_by_own(e: BaseException | None) -> bool:
     return any(is_own(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(e.__traceback__))
 
 
-def place_of(e: BaseException | None) -> str:
-    """Where somebody's own code raised it, as "FILE:LINE"; "": it has come through none."""
-    if e is None:
-        return ""
-    place = ""
-    for frame, line in traceback.walk_tb(e.__traceback__):
-        if is_own(frame.f_code.co_filename):
-            place = f"{Path(frame.f_code.co_filename).name}:{line}"
-    return place
-
-
 def show_fault(e: BaseException) -> None:
     """Print the traceback on stderr, above a progress bar.
 

@@ -17,7 +17,6 @@ import itertools
 import math
 import os
 import queue
-import re
 import sys
 import threading
 import time
@@ -55,7 +54,7 @@ class RewardFailed(Exception):
 
 
 class Failures:
-    """Logs a function's first failure with its place in somebody's file, then their number now and then, and at the
+    """Logs a function's first failure with its place in somebody's file, then their number at the
     end. Thread-safe."""
 
     closed = False  # no call that failed is made again
@@ -69,18 +68,13 @@ class Failures:
         # not above: the sandbox's own tests have the standard library only
         from loguru import logger
 
-        from vgrout.ground.io import place_of
-
         name = f"{e.scorer.flag} {e.scorer.name}"
         with self._lock:
             self._count[name] += 1
             times = self._count[name]
         if times == 1:
-            place = place_of(e.__cause__) or e.scorer.where
-            logger.warning(f"{printable(e.line)} ({place}); further failures are counted")
+            logger.warning(f"{printable(e.line)} ({e.scorer.where}); further failures are counted")
             logger.opt(exception=e.__cause__).debug(f"{name}: its first failure")
-        elif re.fullmatch("10+", str(times)):
-            logger.warning(f"{name} has failed {times:,} times so far, now it {printable(str(e))}")
 
     def ended(self) -> None:
         """No function is called any more."""

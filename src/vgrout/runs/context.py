@@ -173,12 +173,8 @@ class RunContext:
         """
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root, given)
         log = Path("logs") / f"{folder.path.name}.log"
-        with ExitStack() as undo:
-            undo.callback(folder.discard)
-            undo.callback(folder.close)
-            logged = log.exists()
-            console.setup(log)
-            undo.pop_all()  # the log is there, and the folder stays
+        logged = log.exists()
+        console.setup(log)
         return cls(
             folder,
             grader,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
@@ -35,9 +35,6 @@ from vgrout.runs import tracking
 from vgrout.runs.inputs import Inputs, read_inputs
 from vgrout.runs.run_dir import RUNS, where_from
 from vgrout.teacher.pools import Pool
-
-if TYPE_CHECKING:  # torch
-    from vgrout.model.policy import Policy
 
 Prompts = Sequence[Sequence[Message]]
 
@@ -368,22 +365,11 @@ def _pool_line(pool: Pool, grader: str) -> str:
 # ── what was loaded
 
 
-def loaded_lines(cfg: Config, inputs: Inputs, problems: Splits, policy: "Policy") -> list[str]:
+def loaded_lines(inputs: Inputs, problems: Splits) -> list[str]:
     """What was loaded: a line for the console, the others for the log."""
     n_flaws = len(problems.trained_flaws)
     flaws = f"{n_flaws} flaw{'s' * (n_flaws != 1)}"
     return [
         f"problems: {len(problems.train)} to train on, {len(problems.test)} to test · {flaws}",
         *inputs.environment.ignored(inputs.pool),
-        _trainable_line(cfg, policy),
     ]
-
-
-def _trainable_line(cfg: Config, policy: "Policy") -> str:
-    """How many numbers learn, and how many do not."""
-    adapter = policy.adapter
-    quarantine = f", δS_hack {len(adapter):,}" if cfg.method.routes else ""
-    if quarantine and cfg.method.quarantine_block is not None:
-        quarantine += f" (in {cfg.method.resolved('quarantine')} alone, where δS is not)"
-    frozen = sum(p.numel() for p in policy.model.parameters() if not p.requires_grad)
-    return f"trainable: δS {len(adapter):,} numbers in {len(adapter.sites)} modules{quarantine}; frozen: {frozen:,}"

@@ -37,9 +37,8 @@ RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json record
 R = TypeVar("R", bound=Columns)
 
 
-# Characters of rows in an adapter file's head, which may hold 100 MB. At a run's end enough for 10,000 steps; before
-# it for some 600, so that a save at step 10,000 takes no longer than one then.
-ROWS_AT_END, ROWS_BEFORE = 2**24, 2**20
+# Characters of rows in an adapter file's head: enough for some 600 steps, so that no save takes longer than then.
+ROWS = 2**20
 
 
 class StepRecorder(Generic[R]):
@@ -207,9 +206,6 @@ class Recorder(StepRecorder[StepRow]):
         logger.info(opening[0])
         for line in opening[1:]:
             logger.debug(line)
-        attention = self.policy.attention()
-        kernels = [f"{phase} {kernel}" for phase, kernel in attention.items()]
-        logger.debug(f"attention: {', '.join(kernels)}")
         hashes = {
             "base_weights": weights_sha256(self.policy.model, self.policy.adapter),
             "teacher_weights": weights_sha256(teacher_model.model, None) if teacher_model else None,
@@ -223,7 +219,7 @@ class Recorder(StepRecorder[StepRow]):
         record = {
             "hashes": hashes,
             "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "attention": attention,
+            "attention": self.policy.attention(),
             "dtype": DTYPE_NAMES[self.policy.model.dtype],
             "ranks": ranks.size(),
             "monitor": cfg.method.monitor_title or cfg.method.monitor_name,
@@ -282,8 +278,7 @@ class Recorder(StepRecorder[StepRow]):
             if row.hack_deploy is not None and cfg.eval.save_eval_ckpts:
                 self._save_adapter(f"ckpt_step{step + 1:04d}.safetensors")
             if (step + 1) % 25 == 0 or closing:
-                limit = ROWS_AT_END if closing else ROWS_BEFORE
-                self._save_adapter("train.safetensors", limit)
+                self._save_adapter("train.safetensors")
             self.keep(step, closing)
 
     def _log_answers(self, step: int, answers: Sequence[tuple[Rollout, Grade]]) -> None:
@@ -332,15 +327,10 @@ class Recorder(StepRecorder[StepRow]):
             logger.warning(f"nothing was routed in {n} steps ({why})")
             return ""
         hacks, _ = whole_run(self.rows, students=True)
-        origin, of_direction = self.method.provenance, ""
-        if origin:
-            of_direction = (
-                f", direction of {origin.axes} axes in {origin.modules} modules from {origin.pairs}"
-            )
         return (
             f"--intervention {method.intervention} routed nothing in {n} steps, {learnt} of them with a gradient: the "
             f"quarantine is 0, so this was plain GRPO. Student hacks {hacks.k}/{hacks.n}, demonstrations "
-            f"{'mixed in' if self.cfg.mixes else 'none'}{of_direction}; look at tau, hkgap, fired and routed in "
+            f"{'mixed in' if self.cfg.mixes else 'none'}; look at tau, hkgap, fired and routed in "
             "steps.jsonl"
         )
 
@@ -356,7 +346,7 @@ class Recorder(StepRecorder[StepRow]):
                 "ranks need the same software on like processors"
             )
 
-    def _save_adapter(self, name: str, limit: int = ROWS_BEFORE) -> None:
+    def _save_adapter(self, name: str) -> None:
         """Save one vector: the file *is* the deployed model. The format's metadata are strings; hack_rate and pass_rate
         are over all rows so far, like HACK_RATE and PASS_RATE in the tail."""
         cfg, rows = self.cfg, self.rows
@@ -369,7 +359,7 @@ class Recorder(StepRecorder[StepRow]):
                 "step": str(len(rows)),
                 "hack_rate": str(hack.value),
                 "pass_rate": str(solve.value),
-                "rows": rows_as_json(rows, limit),
+                "rows": rows_as_json(rows),
                 "control": cfg.method.control_name,
                 "cfg": json.dumps(cfg.as_dict()),
             },
@@ -413,16 +403,16 @@ def warnings(cfg: Config, earlier: Sequence[StepRow], row: StepRow) -> Iterator[
         )
 
 
-def rows_as_json(rows: Sequence[StepRow], limit: int) -> str:
+def rows_as_json(rows: Sequence[StepRow]) -> str:
     """The rows of steps.jsonl as one JSON list, without their seconds, so that the adapter file is the same to the last
-    byte after a kill and a resume. Of a run whose rows have more characters than `limit` only the last ones."""
+    byte after a kill and a resume. Of a run whose rows have more characters than `ROWS` only the last ones."""
     lines: list[str] = []
     size = 0
     for row in reversed(rows):
         timeless = {name: value for name, value in row.as_json().items() if name not in SECONDS}
         lines.append(json.dumps(timeless, ensure_ascii=False, allow_nan=False))
         size += len(lines[-1]) + 2
-        if size > limit:
+        if size > ROWS:
             break
     return f"[{', '.join(reversed(lines))}]"
 

@@ -121,12 +121,9 @@ class Sweep:
         """Lines that show every run with its state. slots: how many go at a time."""
         lines = [f"H: {claim}" for claim in self.study.hypotheses]
         rows: list[dict[str, str | None]] = []
-        has_directories = any(entry.run for entry in self.entries)
         for entry in self.entries:
-            row: dict[str, str | None] = {"run": entry.planned.name, "state": entry.state}
-            if has_directories:
-                row["directory"] = entry.run.name if entry.run else None
-            rows.append(row)
+            directory = entry.run.name if entry.run else None
+            rows.append({"run": entry.planned.name, "state": entry.state, "directory": directory})
         lines.append(
             tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·")
         )
