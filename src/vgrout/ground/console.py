@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 _LETTER = {"WARNING": "W ", "ERROR": "E ", "CRITICAL": "E "}
 HEARTBEAT_S = 60.0  # between two signs of life
-SHOWN_AFTER = 1 / 15  # of it: until a terminal shows what is waited for
 
 
 def setup(log: Path | None, level: str = "INFO") -> None:
@@ -136,35 +135,27 @@ def step_bar(bars: type[tqdm] | None, steps: range, hidden: bool) -> tqdm:
 
 
 class Clock:
-    """Seconds by phase within a step. Inside `with` a thread logs a minute in which nothing else was said. On a
-    terminal a phase before the steps or after them has one line instead, which is rewritten while it lasts."""
+    """Seconds by phase within a step. Inside `with` a thread logs a minute in which nothing else was said."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        # its name, when it began, whether it is outside the steps
-        self._phase: tuple[str, float, bool] | None = None
-        self._done = self._total = 0  # of its answers
+        self._phase: tuple[str, float] | None = None  # its name, when it began
         self._start = time.perf_counter()
-        # the line on a terminal, while there is one
-        self._line: tqdm | None = None
-        self._showing = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
 
     def __enter__(self) -> "Clock":
-        self._phase = ("loading", time.perf_counter(), True)
+        self._phase = ("loading", time.perf_counter())
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._clear()
 
     def begin(self, phase: str) -> None:
         """Say that a phase before the steps begins."""
-        self._phase = (phase, time.perf_counter(), True)
-        self._clear()
+        self._phase = (phase, time.perf_counter())
         logger.info(f"{phase} …")
 
     def reset(self) -> None:
@@ -183,47 +174,21 @@ class Clock:
         return parts | {"eval": self.seconds.get("eval"), "sec": self.total}
 
     @contextmanager
-    def __call__(self, phase: str, total: int = 0) -> Generator[Callable[[], None]]:
-        """Add the block's time to `phase`. total: answers of a phase outside the steps; the block is given what counts
-        one of them."""
+    def __call__(self, phase: str, total: int = 0) -> Generator[Callable[[], object]]:
+        """Add the block's time to `phase`. total: answers of a phase that has a bar on a terminal; the block is given
+        what counts one of them."""
         start = time.perf_counter()
-        self._phase, self._done, self._total = (phase, start, total > 0), 0, total
+        self._phase = (phase, start)
+        hidden = None if total else True
         try:
-            yield self._count
+            with tqdm(desc=phase, total=total, unit="answer", leave=False, disable=hidden) as bar:
+                yield bar.update
         finally:
             self._phase = None
-            self._clear()
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def _count(self) -> None:
-        self._done += 1
 
     def _watch(self) -> None:
         while not self._stop.wait(HEARTBEAT_S / 120):
             current, now = self._phase, time.perf_counter()
-            if current is None:
-                continue
-            phase, began, outside = current
-            done = f"{now - began:.0f} s"
-            if self._total:
-                done = f"{self._done} of {self._total} answers, {done}"
-            if outside and sys.stderr.isatty():
-                if now - began >= HEARTBEAT_S * SHOWN_AFTER:
-                    self._rewrite(current, f"{phase}: {done}")
-            elif now - max(began, Lines.last) >= HEARTBEAT_S:
-                logger.info(f"{phase}: {done}")
-
-    def _rewrite(self, phase: tuple[str, float, bool], text: str) -> None:
-        """Show the text in the terminal's last line, below what is logged meanwhile, unless the phase has ended."""
-        with self._showing:
-            if self._phase is phase:
-                if self._line is None:  # a bar without a total has no truth value
-                    self._line = tqdm(bar_format="{desc}", leave=False)
-                self._line.set_description_str(text)
-
-    def _clear(self) -> None:
-        """Remove that line."""
-        with self._showing:
-            if self._line is not None:
-                self._line.close()
-            self._line = None
+            if current is not None and now - max(current[1], Lines.last) >= HEARTBEAT_S:
+                logger.info(f"{current[0]}: {now - current[1]:.0f} s")
