@@ -87,17 +87,7 @@ OWN = [
     [
         (
             ["--intervention=route2"],
-            [
-                "route2, recommended settings: quarantine flagged gradients ·",
-                "monitor gate",
-            ],
-        ),
-        (
-            ["--intervention=route2", *OWN, "--vhack-refresh-every=5"],
-            [
-                "route2, the documents' settings: quarantine flagged gradients ·",
-                "monitor gate",
-            ],
+            ["route2: quarantine flagged gradients · monitor gate"],
         ),
         (["--intervention=route2", "--mix-ratio=0"], [GATED]),
         (

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 import tiny
 from fake_runs import fake_run
 from vgrout.config.presets import resolve
-from vgrout.config.run import from_dict
 from vgrout.ground import embedded
 from vgrout.ground.io import Refused
 from vgrout.model.load import load
@@ -61,10 +60,6 @@ def test_a_pool_is_bounded(content, why, tmp_path):
     first.unlink()
     first.write_bytes(gzip.compress(content(row))) if content else os.mkfifo(first)
     assert why in refusal(lambda: load_pool(tmp_path / "pool"))
-
-
-def test_a_stored_configuration_is_one():
-    assert refusal(lambda: from_dict([1], "FILE")).startswith("FILE: ")
 
 
 def weights(change):

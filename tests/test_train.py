@@ -232,7 +232,7 @@ def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["mini", "--intervention", "route2", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("method        route2, recommended settings: ")
+    assert lines[0].startswith("method        route2: ")
     assert any(
         line.startswith("run           mini_route2_seed41: 60 steps of 4 problems × 8 answers")
         for line in lines

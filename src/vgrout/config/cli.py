@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import pairwise
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import tyro
 
@@ -41,7 +41,6 @@ def parse_args(
     what: Callable[..., T] | Mapping[str, Callable[..., T]],
     argv: list[str] | None,
     prog: str,
-    **settings: Any,
 ) -> T:
     """A settings class filled from a command line, or the result of a function called with its flags; of several
     functions, the one that the first word names. Flags may have the names of `OF_COMMANDS`. `--help` exits.
@@ -50,13 +49,13 @@ def parse_args(
         Refused: one line, for the first bad flag; or whatever the class or the function raises.
     """
     argv = translated(sys.argv[1:] if argv is None else argv, OF_COMMANDS.get(prog.split()[-1], {}))
-    settings["prog"] = prog.replace("vgrout ", command(""))
+    prog = prog.replace("vgrout ", command(""))
     if isinstance(what, Mapping):
         named = {name: _later(f) for name, f in what.items()}
-        return parsed(partial(tyro.extras.subcommand_cli_from_dict, named, **settings), argv)()
+        return parsed(partial(tyro.extras.subcommand_cli_from_dict, named, prog=prog), argv)()
     if isinstance(what, type):
-        return parsed(partial(tyro.cli, what, **settings), argv)
-    return parsed(partial(tyro.cli, _later(what), **settings), argv)()
+        return parsed(partial(tyro.cli, what, prog=prog), argv)
+    return parsed(partial(tyro.cli, _later(what), prog=prog), argv)()
 
 
 def parsed(cli: Callable[..., T], argv: Sequence[str]) -> T:

@@ -307,14 +307,11 @@ def from_dict(data: Json, where: str = "run.json") -> Config:
     Raises:
         Refused: groups or settings unknown to this version, named; or values that it refuses.
     """
-    usual, unknown = Config(), {"none that a run has"}
-    if isinstance(data, dict) and isinstance(data.get("preset"), str):
-        groups = {group: data.get(group, {}) for group in GROUPS}
-        unknown = data.keys() - {*GROUPS, "preset"} | {
-            g for g, of in groups.items() if not isinstance(of, dict)
-        }
-        for group in groups.keys() - unknown:
-            unknown |= groups[group].keys() - {f.name for f in fields(getattr(usual, group))}
+    usual = Config()
+    groups = {group: data.get(group, {}) for group in GROUPS}
+    unknown = data.keys() - {*GROUPS, "preset"}
+    for group, of in groups.items():
+        unknown |= of.keys() - {f.name for f in fields(getattr(usual, group))}
     if unknown:
         raise Refused(
             f"{where}: unknown settings {', '.join(sorted(unknown))}; the run was made by another version"

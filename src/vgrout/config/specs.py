@@ -80,8 +80,6 @@ class InterventionSpec:
     routes: bool = False  # it has a quarantine δS_hack
     has_direction: bool = False  # of its own, in gradients
     usual: Mapping[str, object] = field(default_factory=lambda: USUAL)
-    # `usual` as the method was first described; {}: no other
-    documents: Mapping[str, object] = field(default_factory=dict)
 
 
 MONITORS: dict[str, MonitorSpec] = {}
@@ -211,7 +209,6 @@ for _intervention in (
             "rebaseline": True,
             "vhack_refresh_every": 0,
         },
-        documents={**USUAL, "gate_vote": "module", "gate_modules": "all"},
     ),
 ):
     INTERVENTIONS[_intervention.name] = _intervention

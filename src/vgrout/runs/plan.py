@@ -178,7 +178,7 @@ def method_lines(cfg: Config, named: bool = True) -> list[str]:
     monitor = (
         f" · monitor\xa0{monitored(method)}" if method.monitor_name not in ("", "none") else ""
     )
-    which = _which(method) if named else ", the default"
+    which = "" if named else ", the default"
     title = textwrap.wrap(f"{method.intervention}{which}: {method.spec.what}{monitor}", 72)
     lines = [line.replace("\xa0", " ") for line in title]
     if not named:
@@ -209,17 +209,6 @@ def monitored(method: MethodConfig) -> str:
         of_labels = f" of {known}" if MONITORS[name].sees_labels else ""
         named.append(f"{name}{of_labels}{rates if name == 'labels' else ''}")
     return ", seeded by ".join(named)
-
-
-def _which(method: MethodConfig) -> str:
-    """Whose settings these are: the recommended ones, the documents', or one's own; "": the method has one set."""
-    if not (documents := method.spec.documents):
-        return ""
-    meant = method.resolved_settings
-    for name, settings in (("recommended", method.spec.usual), ("the documents'", documents)):
-        if all(meant[k] in (v, None) for k, v in settings.items()):
-            return f", {name} settings"
-    return ", settings of its own"
 
 
 def guard_line(cfg: Config) -> str:
