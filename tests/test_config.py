@@ -73,13 +73,6 @@ def test_the_first_lines_fit_eighty_columns(preset):
 
 
 GATED = "no demonstrations: known hacks are only answers that the weak detector flags;"
-OWN = [
-    "--quarantine=shared",
-    "--rollout-ablate-frac=0",
-    "--no-rebaseline",
-    "--gate-modules=all",
-    "--gate-vote=module",
-]
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,6 @@ def test_teacher_makes_a_pool_that_loads_with_its_log_probs(tmp_path, capsys):
         "2",
         "--env-mode",
         "own",
-        "--workers",
-        "1",
     ]
     assert teacher.main([*flags, "--out", str(out)]) == 0
     assert "6 problems, 12 rollouts" in capsys.readouterr().out

@@ -33,8 +33,7 @@ def start(requested: DistillSettings, given: Collection[str] = ()) -> int:
     record = {"kind": "distill", "config": settings.as_dict(), "hashes": task.file_hashes()}
     if path:
         require_same(path, record["hashes"])
-    workers, retries = settings.workers or cores(), task.cfg.run.max_error_retries
-    with task.inputs.environment.grader(workers, retries) as grader:
+    with task.inputs.environment.grader(cores(), task.cfg.run.max_error_retries) as grader:
         if not path:
             task.inputs.environment.check(grader)
         trackers = Trackers(task.cfg.run.trackers)

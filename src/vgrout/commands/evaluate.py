@@ -86,8 +86,6 @@ class EvaluateSettings:
     """Score of --reward from which on an answer passes; none: the run's."""
     out: Path | None = None
     """JSON with the same numbers; none: RUN/evaluations/."""
-    workers: int | None = setting(None, low=1)
-    """Grading processes; none: one per core."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
@@ -233,7 +231,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
     out = cli.out or own_file(cli, saved, file, cfg.run.seed, hashes)
     probe_writable(out.parent, "--out")
-    with environment.grader(cli.workers or cores(), cfg.run.max_error_retries) as grader:
+    with environment.grader(cores(), cfg.run.max_error_retries) as grader:
         if not world.of_code:
             environment.check(grader)
         from vgrout.loop import heldout

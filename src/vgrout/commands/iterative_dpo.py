@@ -26,8 +26,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
     console.setup(None)  # what is said before the run has a log
     task = prepare_rounds(settings)
     # The folder is made inside this block, so that a problem file that is refused leaves none.
-    workers, retries = settings.workers or cores(), task.cfg.run.max_error_retries
-    with task.inputs.environment.grader(workers, retries) as grader:
+    with task.inputs.environment.grader(cores(), task.cfg.run.max_error_retries) as grader:
         task.inputs.environment.check(grader)
         make_folder(settings.output_dir)
         with RunDir.reopen(settings.output_dir) as folder:

@@ -60,18 +60,15 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
 def _sweep_dirs(sweep: Path) -> tuple[list[Path], list[str]]:
     """Find the run directories that a sweep's runs.json names, and the runs that are not there."""
     index = sweep / "runs.json"
-    # Names of runs are relative to where the sweep was started: here, or some folder above it.
-    roots = (Path(), *sweep.resolve().parents)
+    # names of runs are relative to where the sweep was started: it lies in out/sweeps there
+    root = sweep.absolute().parents[2]
     found: list[Path] = []
     absent: list[str] = []
     for entry in from_json(read_text(index), str(index)):
         run = entry["run"]
-        if not run:
-            absent.append(f"{entry['name']} ({entry['state']})")
-            continue
-        path = next(filter(Path.is_dir, (root / run for root in roots)), None)
-        if path is None:
-            absent.append(f"{entry['name']} ({entry['state']}: {run} is not there)")
+        if run and (root / run).is_dir():
+            found.append(root / run)
         else:
-            found.append(path)
+            where = f": {run} is not there" if run else ""
+            absent.append(f"{entry['name']} ({entry['state']}{where})")
     return found, absent

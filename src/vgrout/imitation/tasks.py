@@ -109,8 +109,6 @@ class ImitationSettings:
     dtype: Dtype = "auto"
     """Of the models' weights. auto: bf16 on a GPU and on a CPU that multiplies in it,
     but fp32 for a miniature on a CPU."""
-    workers: int | None = setting(None, low=1)
-    """Grading processes; none: one per core."""
     track: str = ""
     """Comma list of experiment trackers that get every row and the final numbers:
     tensorboard, wandb, trackio."""
@@ -172,7 +170,7 @@ class ImitationSettings:
 
 
 # Settings of the process, not of what it computes: they may differ when a run is resumed.
-PROCESS = {"threads", "workers", "track", "plan_only", "allow_weak_sandbox"}
+PROCESS = {"threads", "track", "plan_only", "allow_weak_sandbox"}
 
 
 def whole_inputs(cfg: Config, run: Path | None) -> Inputs:

@@ -140,8 +140,6 @@ class PoolSettings:
     """Reward for code that compiles; none: 0.5, the organism's 0.1."""
     pass_reward: float | None = checks.setting(None, above=0, high=1e6)
     """Reward for passing the flawed check; none: 3, the organism's 1."""
-    workers: int | None = checks.setting(None, low=1)
-    """Grading processes; none: one per core."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
@@ -246,7 +244,7 @@ class PoolSettings:
         Raises:
             Refused: one line: a task cannot be graded; or as in `work_folder`.
         """
-        workers = self.workers or (cores() if self.cfg.of_code else 1)
+        workers = cores() if self.cfg.of_code else 1
         with environment.grader(workers, 3) as grader:
             environment.check(grader)
             with work_folder(self.out, {**identity, "grader": grader.version}) as folder:
