@@ -11,7 +11,7 @@ from judge_server import reply, serving
 from methods import flagged, view
 from runs import flags, only_run, rows, run
 from tiny import policy as tiny_policy
-from vgrout.config.method import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
+from vgrout.config.method import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt, try_endpoint
 from vgrout.config.presets import resolve
 from vgrout.ground import embedded
 from vgrout.ground.chat import Endpoint, NoReply, Reply, parsed
@@ -235,13 +235,12 @@ def test_a_judge_that_cannot_be_is_refused_in_one_line(argv, says):
         assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("key", ["a\nb", "clé"])
-def test_a_key_that_is_none_is_refused_and_not_quoted(key, monkeypatch):
-    monkeypatch.setenv(KEY, key)
+def test_a_key_that_is_none_is_refused_and_not_quoted(monkeypatch):
+    monkeypatch.setenv(KEY, "a\nb")
     method = resolve(["smoke", "--intervention=penalty", "--monitor=llm_judge", *BY_URL]).method
     with pytest.raises(Refused) as e:
-        judge_endpoint(method)
-    assert key not in str(e.value)
+        try_endpoint(method, judge_endpoint(method))
+    assert "a\nb" not in str(e.value)
     monkeypatch.setenv(KEY, " good\n")
     assert judge_endpoint(method).key == "good"
     assert "good" not in repr(judge_endpoint(method))
