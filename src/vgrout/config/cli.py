@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import pairwise
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
@@ -49,13 +49,13 @@ def parse_args(
         Refused: one line, for the first bad flag; or whatever the class or the function raises.
     """
     argv = translated(sys.argv[1:] if argv is None else argv, OF_COMMANDS.get(prog.split()[-1], {}))
-    prog = prog.replace("vgrout ", command(""))
+    settings: Any = {"prog": prog.replace("vgrout ", command(""))}
     if isinstance(what, Mapping):
         named = {name: _later(f) for name, f in what.items()}
-        return parsed(partial(tyro.extras.subcommand_cli_from_dict, named, prog=prog), argv)()
+        return parsed(partial(tyro.extras.subcommand_cli_from_dict, named, **settings), argv)()
     if isinstance(what, type):
-        return parsed(partial(tyro.cli, what, prog=prog), argv)
-    return parsed(partial(tyro.cli, _later(what), prog=prog), argv)()
+        return parsed(partial(tyro.cli, what, **settings), argv)
+    return parsed(partial(tyro.cli, _later(what), **settings), argv)()
 
 
 def parsed(cli: Callable[..., T], argv: Sequence[str]) -> T:

@@ -8,14 +8,12 @@ import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, TextIO, TypeVar
+from typing import ClassVar, TextIO
 
 from loguru import logger
 from tqdm import tqdm
 
 from vgrout.ground.io import drop_stdout, make_folder, printable, spelled
-
-T = TypeVar("T")
 
 _LETTER = {"WARNING": "W ", "ERROR": "E ", "CRITICAL": "E "}
 HEARTBEAT_S = 60.0  # between two signs of life
@@ -91,7 +89,7 @@ class LogFile:
             self._file.close()
 
 
-def progress(items: Iterable[T], desc: str, unit: str) -> "tqdm[T]":
+def progress(items: Iterable[object], desc: str, unit: str) -> tqdm:
     """A bar on a terminal, drawn anew as one waits; elsewhere only each minute."""
     every = 0.1 if sys.stderr.isatty() else HEARTBEAT_S
     often = {"mininterval": every, "maxinterval": max(10.0, every), "delay": every}
