@@ -4,7 +4,6 @@ A column is a field of `StepRow`: it has the value, and in its metadata format, 
 expectation.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
@@ -60,23 +59,9 @@ def may_be_unmeasured(column: Field[object]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """A row of a table. None means "not measured this step" and is printed as ·; NaN is refused."""
+    """A row of a table. None means "not measured this step" and is printed as ·. No file takes a NaN."""
 
     step: int = col("d", "optimiser step", head="step")
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is None:
-                is_legal = may_be_unmeasured(f)
-            elif isinstance(value, float):
-                is_legal = math.isfinite(value)
-            else:
-                is_legal = isinstance(value, int | str | Rate | dict)
-            if not is_legal:
-                raise ValueError(
-                    f"step {self.step}: column {f.name} is {value!r}; an unmeasured number is None"
-                )
 
     @classmethod
     def of(cls: type[R], *parts: Measured | None, **more: object) -> R:

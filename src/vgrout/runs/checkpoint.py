@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,10 +99,6 @@ def read(path: Path) -> Checkpoint:
     if not is_whole or min(step, *sizes.values()) < 0:
         raise Refused(f"{path}: state.pt does not match its hash; the checkpoint is damaged")
     try:
-        with zipfile.ZipFile(path / "state.pt") as parts:  # it is written uncompressed
-            unpacked = sum(part.file_size for part in parts.infolist())
-        if unpacked > (path / "state.pt").stat().st_size:
-            raise Refused("its parts are larger than the file")
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     except Exception as e:  # pickle's, zip's and torch's, which has many lines
         if out_of_memory(e):

@@ -354,8 +354,6 @@ class RunContext:
         else:
             logger.remove()  # closes the log
             self.log.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty
-                self.log.parent.rmdir()
         self.dir.discard()
         show_refusal(e)
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -46,9 +46,9 @@ ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated;
 class RunDir:
     """`out/runs/<timestamp>_<run_id>/`."""
 
-    def __init__(self, path: Path, made: Sequence[Path] = ()):
-        """made: the folder and those above that were made for it, from below; (): it was there."""
-        self.path, self.made = path, made
+    def __init__(self, path: Path, new: bool = False):
+        """new: it was made for this run."""
+        self.path, self.new = path, new
         self._files: dict[str, TextIO] = {}
         # for as long as this process lives: two writers would break the run
         self._lock = hold(path)
@@ -62,22 +62,18 @@ class RunDir:
         names = _names(run_id)
         while True:
             path = given or root / next(names)
-            made = [folder for folder in (path, *path.parents) if not folder.exists()]
             try:
                 make_folder(path.parent)
                 path.mkdir()
             except FileExistsError:  # another process has just made it
                 require_new(given, "--output-dir")
             else:
-                return cls(path, made)
+                return cls(path, new=True)
 
     def discard(self) -> None:
-        """Remove it and the folders above, where they were made for it."""
-        for folder in self.made:
-            if folder == self.path:
-                shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # not empty, or gone
-                folder.rmdir()
+        """Remove it, where it was made for this run."""
+        if self.new:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
