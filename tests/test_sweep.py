@@ -321,23 +321,6 @@ def test_a_plan_is_frozen(study, monkeypatch, capsys):
     assert len([*Path("out/sweeps/two").glob("plan*.json")]) == 2
 
 
-@pytest.mark.long
-def test_warning_on_runs_by_different_code(study, monkeypatch, capsys):
-    """Before and after; a run that died without a checkpoint starts over with the current code."""
-    study.write_text(TWO.replace("[1, 2]", "[1, 2, 3]"))
-    for seed, state in (1, "finished"), (2, "finished"), (3, "failed"):
-        write_run(
-            cfg_of(seed), state, str(seed), git={"revision": f"{seed}" * 40, "dirty": seed == 2}
-        )
-    output = f"runs started by different code: 1 by {'1' * 10}, 1 by {'2' * 10}+"
-    assert Sweep.of(load_study_file(study)).warnings() == [output]
-    by_hand(monkeypatch, {3: (0, "finished")})
-    assert main([str(study)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert output in lines
-    assert f"W {output}, 1 by no checkout" in lines
-
-
 def test_a_plan_lists_every_missing_file(study, capsys):
     arm = '[[arms]]\nintervention = "erase"\nvhack-pairs-path = "no.json"\nteacher-pool-dir = "b"\n'
     study.write_text(TWO + f'teacher-pool-dir = "a"\n{arm}')

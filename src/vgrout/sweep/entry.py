@@ -49,7 +49,6 @@ class RecordedRun:
     began: tuple[datetime, str]
     identity: str  # of the settings that it was started with
     hashes: dict[str, str | None]  # of the files that it read
-    code: str  # revision that started it, with "+" if it was edited; "" without a checkout
 
     def reads(self, files: Mapping[str, str | None]) -> bool:
         """Whether the run read files with these hashes.
@@ -110,12 +109,10 @@ def _record(path: Path) -> RecordedRun | None:
         data = read_json(path / "run.json")
         # a halted run that was continued is still the study's
         cfg = from_dict(data.get("begun") or data["config"])
-        git = data.get("git") or {}
-        code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
         hashes = dict(data.get("hashes") or {})
     except (Refused, KeyError, TypeError, ValueError, AttributeError):
         return None
-    return RecordedRun(path, began(path), settings_sha256(cfg), hashes, code)
+    return RecordedRun(path, began(path), settings_sha256(cfg), hashes)
 
 
 @dataclass

@@ -133,23 +133,10 @@ class Sweep:
         states = Counter(entry.state for entry in self.entries)
         counts = ", ".join(f"{n} {state}" for state, n in states.items())
         lines.append(f"{len(self.entries)} runs: {counts}")
-        lines += self.warnings()
         lines += self.study.left_out
         lines += [f"missing: {file}" for file in dict.fromkeys(self.missing)]
         lines.append(f"{len(self.left)} left, {slots}" if self.left else "0 left")
         return lines
-
-    def warnings(self) -> list[str]:
-        """A warning if runs were started by different code. Those that must start over do not count."""
-        by_code: Counter[str] = Counter()
-        for entry in self.entries:
-            run = self.ledger.find(entry.planned.identity, entry.files)
-            if run and run.state != "dead":
-                by_code[run.code or "no checkout"] += 1
-        if len(by_code) < 2:
-            return []
-        counts = ", ".join(f"{n} by {code}" for code, n in by_code.items())
-        return [f"runs started by different code: {counts}"]
 
     def edited(self) -> str:
         """How the study file differs from the planned one, in one line.
@@ -288,8 +275,6 @@ class Sweep:
     def conclude(self) -> int:
         """Log how many runs finished, and why the others did not. Returns the exit code."""
         unfinished = [e for e in self.entries if e.state != "finished"]
-        for line in self.warnings():
-            logger.warning(line)
         for entry in unfinished:
             paths = [p for p in (entry.run, self.log(entry)) if p and p.exists()]
             where = " · ".join(map(str, paths))
@@ -373,7 +358,7 @@ def run_study(settings: SweepSettings) -> int:
     make_folder(logs)
     with hold(sweep.folder, "sweep"):
         sweep.freeze(settings.replan)
-        for line in (*study.left_out, *sweep.warnings()):
+        for line in study.left_out:
             logger.info(line)
         sweep.write()
         return sweep.enqueue(queue) if queue else sweep.carry_out(Local(settings.jobs, gpus))
