@@ -194,8 +194,8 @@ REFUSED = {
         "missing 1 required positional argument: 'judge'",
     ),
     "mixed": ("def f(prompts, completion): return 1", "missing 1 required positional argument"),
-    "by position": ("def f(completion, /): return 1", "positional-only"),
-    "no file": ("from math import sqrt as f", "takes no keyword arguments"),
+    "by position": ("def f(completion, /): return 1", "missing 1 required positional argument"),
+    "no file": ("from math import sqrt as f", "takes exactly one argument"),
 }
 
 
