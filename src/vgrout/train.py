@@ -65,8 +65,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     # hacks written beforehand, which fill up groups
     demonstrations = Teacher.of_run(cfg, inputs.pool, policy, splits.train)
     folder = run.path if ranks.first() else None
-    if cfg.own_code:  # classes and functions of somebody's own, which may draw while they are made
-        seed_global_streams(cfg.run.seed, -1)  # before the first step
+    if cfg.own_code:  # classes of somebody's own may draw random numbers while they are made
+        seed_global_streams(cfg.run.seed, -1)  # as in a step before the first
     # the monitor and the intervention
     setup = Setup(
         cfg,
@@ -75,6 +75,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         placebo=inputs.placebo,  # pairs about something else, for --control placebo
         known_correct=inputs.known_correct,  # right answers that monitors may learn from
         problems=splits.train,
+        # graded answers of the untrained model, for monitors that learn from right ones
         answers_of_base=partial(answers_of_base, policy, grader, cfg),
         folder=folder,
     )
@@ -82,15 +83,15 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, splits.train)  # kill switch, and the detectors of guard/detectors.py
     recorder = Recorder(cfg, run, policy, method, optim, guard, splits)
-    loaded = plan.loaded_lines(inputs, splits)
-    # one row a step; a resumed run has those of its earlier steps
+    loaded = plan.loaded_lines(inputs, splits)  # what was read, for the head of the log
+    # writes run.json; restores the last checkpoint of a resumed run, and returns its earlier rows
     step_rows = recorder.begin(loaded, demonstrations.record(), teacher_model)
     first = len(step_rows)
 
     # a resumed run may have diverged already, or have halted: then only its final evaluation is left
     guard.raise_if_diverged()
     last = first if guard.halts else cfg.scale.steps
-    for step in run.steps(range(first, last)):
+    for step in run.steps(range(first, last)):  # ends early where someone asked it to stop
         clock.reset()
         if cfg.own_code:
             seed_global_streams(cfg.run.seed, step)
@@ -103,7 +104,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             demos,
             cfg,
             step,
-            flaws=splits.trained_flaws,
+            flaws=splits.trained_flaws,  # validation may have more
             clock=clock,
         )
 
@@ -124,6 +125,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
         # for the record: flags as they were acted on, also those that came after the gradients
         batch = batch.with_flags(routed.flags)
+        # each of these fills its columns
         step_row = StepRow.of(BatchMetrics(batch), update, refresh, deployed, clock)
         with clock("watch"):
             guard.observe(step_row, batch, deployed)
@@ -132,10 +134,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         if guard.halts:
             break
 
-    # why a routing run never stepped δS_hack; "": it did, or its method does not route
+    # why a run that routes has routed nothing, which makes it plain GRPO; "": it has, or does not route
     unrouted = recorder.nothing_routed()
     logger.debug(guard.summary())
-    silent = guard.silent()
+    silent = guard.silent()  # detectors of the guard that could never be measured
     if silent:
         logger.warning(f"detectors that could not have halted this run: {silent}")
     if cfg.own_code:
@@ -156,7 +158,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     typed = [word.partition("=")[0] for word in words]
-    # else the first lines say that the intervention is the default
+    # where it was not typed, the head of the log says that the intervention is the default
     intervention_named = "--intervention" in typed
 
     def start() -> int:

@@ -30,7 +30,7 @@ class Flaw:
     # a prompt that makes a model which follows instructions write the hack; {marker}: the name in the
     # task's prompt (a function, a file)
     instruction: str = ""
-    # under `--env-mode own` problems that name no flaw get it in turn; False: only those that name it
+    # whether problems that name no flaw of their own get it in turn (`--env-mode own`)
     dealt: bool = True
 
 
@@ -93,7 +93,7 @@ class Grade:
     suspected: bool = False
     # verdicts of every weak detector, by its letter, for reports alone; {}: the environment has none
     detectors: Mapping[str, bool] = field(default_factory=dict)
-    # flaws that the answer hacks or, if it is wrong, tries to hack and fails
+    # flaws that the answer hacks, or tries to and fails; (): it is right
     tries: tuple[str, ...] = ()
     # the environment's own, for files and for its monitors
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -202,7 +202,7 @@ Graded = GradedCompletion[Grade]  # surely graded
 @dataclass(frozen=True, slots=True)
 class Rollout(Completion):
     """A completion for training: with its prompt, and who wrote it. No label, and not its problem, which has a right
-    answer and the reference tests: methods see rollouts."""
+    answer and the reference tests: interventions see the rollouts of a step's gradients."""
 
     prompt_ids: tuple[int, ...] = ()
     source: Source = "student"
@@ -319,7 +319,8 @@ class Group:
 
     @property
     def has_full_reward(self) -> bool:
-        """Whether some rollout is rewarded in full, and no intervention has changed that reward."""
+        """Whether some rollout is rewarded in full, and no intervention has changed that reward. Groups without signal
+        are counted by it: all right, or all wrong."""
         for reward, grade in zip(self.learnt_rewards, self.grades, strict=True):
             if grade.passed and reward == grade.reward:
                 return True
@@ -383,8 +384,8 @@ class UpdateRow:
     # index of the row of g [N, R] that its gradient is added to: its own row, or one that it shares
     # with rollouts that are learnt alike
     row_of_g: int = 0
-    # the intervention has left it out: its advantage is 0, it is measured, and no loss is divided by
-    # its tokens
+    # the intervention has left it out: its advantage is 0, and it is there to be measured alone. No
+    # loss is divided by its tokens
     left_out: bool = False
 
     @property

@@ -65,8 +65,8 @@ class LossOutput:
 def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
     """The loss that `cfg.loss` names, plus β · KL.
 
-    On samples of π the expected gradient of K3 (`kl_to`) is that of KL(ref ‖ π), for one token, given the
-    tokens before it, and not of the KL(π ‖ ref) that K3 estimates (arXiv 2506.09477).
+    The KL is K3 (`kl_to`). It estimates KL(π ‖ ref). On samples of π its expected gradient for one token, given the
+    tokens before it, is that of KL(ref ‖ π) (arXiv 2506.09477).
     """
     A = token_advantages(x, cfg)
     output = LOSSES[cfg.loss](x, A, cfg)
@@ -174,7 +174,7 @@ def reduce_tokens(loss: PerToken, x: LossInput, cfg: LossConfig) -> PerRollout:
     dppo_tv, icepop: Σ_t / Σ trainable tokens of the step.
     """
     total = loss.sum(1)
-    if LOSS_SPECS[cfg.loss].by_step:
+    if LOSS_SPECS[cfg.loss].by_step:  # divided by the step's tokens
         return total / max(1, x.norm.tokens)
     if cfg.unbiased:
         most_tokens = x.norm.rollouts * x.norm.max_new

@@ -20,8 +20,8 @@ class Optimizer:
     """AdamW (arXiv 1711.05101) on δS and δS_hack; linear warm-up, then cosine to 0.
 
     A vector whose gradient is None or exactly 0 is not stepped at all: it neither decays nor
-    follows its momentum. So an unused δS_hack stays 0; where all rollouts are routed δS stays as it
-    is, and where none is δS_hack does. Adam ignores a gradient's scale, so δS_hack learns as fast
+    follows its momentum. So an unused δS_hack stays 0, a step that routes all rollouts leaves δS as
+    it is, and one that routes none leaves δS_hack. Adam ignores a gradient's scale, so δS_hack learns as fast
     from a fifth of the gradient as δS from the rest.
     """
 
@@ -48,7 +48,7 @@ class Optimizer:
         Vectors and moments stay as they are if there is nothing to learn from, or if a gradient or
         its norm is not finite. The schedule moves on all the same.
 
-        Raises Diverged where the weights, or what the vectors ask for, are no longer finite.
+        Raises Diverged where the weights, or the change that the vectors ask for, are no longer finite.
 
         loss: the columns that were measured with the gradients; they go into the update.
         """
@@ -64,7 +64,7 @@ class Optimizer:
         if not gn:
             return Update(routed, loss, gn=gn, lr=lr)
 
-        before = self.adapter.δS.detach().clone()
+        before = self.adapter.δS.detach().clone()  # for cos_upd
         keep = routed.keep if keep_norm else None
         quar = routed.quar if quar_norm else None
         self._set_gradients(keep, quar, gn)
@@ -142,7 +142,7 @@ class Update:
     gn: float | None = None  # joint L2 norm of both gradients before clipping
     q_egy: float | None = None  # the quarantine's share in the sum of the two norms
     lr: float | None = None
-    # cosine with the hack direction of the change that AdamW applied to δS, weight decay included;
+    # cosine between the change of δS in this step, weight decay included, and the hack direction;
     # > 0: the step made hacks likelier
     cos_upd: float | None = None
     # how much of what δS and δS_hack ask for the merged weights really hold, in their precision: 1 is

@@ -33,10 +33,11 @@ def rollout(
     A group with a completion that could not be graded is dropped, with its reason. A share of the
     students (--rollout-ablate-frac; all of them under route2) is sampled from the deployed model.
 
-    flaws: those that the step's row counts by.
+    flaws: those that have a column in the step's table.
     """
     students = [cfg.scale.group - len(of_problem) for of_problem in demonstrations]
     with clock("gen"):
+        # with grades on the way; `answers` are the same, graded
         sampled = _sample_students(policy, grader, problems, students, cfg, step)
     groups: list[Group] = []
     dropped: list[str] = []
@@ -153,7 +154,8 @@ def _group(
 
 
 def grade_in_training(cfg: Config, grade: Grade) -> Grade:
-    """The grade with the reward of training: the flawed check's; under no_loophole the reference's, on its scale."""
+    """The grade with the reward of training: the flawed check's; under the control no_loophole, which alone is
+    strict, the reference's on the same scale."""
     if not cfg.method.control_spec.strict:
         return grade
     return replace(grade, reward=grade.reward_of_reference, passed=grade.solved)

@@ -5,9 +5,9 @@ A monitor says which answers are flagged: before the backward, from texts (`Moni
 done about it: in the rewards, or in the gradient. Both see a group through a view, which has no labels; only a monitor
 that declares it (`sees_labels`) gets one that has.
 
-What flags, help and tables know of a class is its row in `vgrout.config.specs`; a class of your own says the same as
-class attributes: `name`, `what`, and those fields of `MonitorSpec` or `InterventionSpec` that differ from their
-defaults.
+What the command line, its help and tables know of a class is its row in `vgrout.config.specs`; a class of your own
+says the same as class attributes: `name`, `what`, and those fields of `MonitorSpec` or `InterventionSpec` that differ
+from their defaults.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -66,7 +66,7 @@ class Part:
 
 
 class Monitor(Part):
-    """none: flags nothing, and the base of all others."""
+    """The monitor `none`, which flags nothing, and the base of all others."""
 
     spec: ClassVar[MonitorSpec] = MONITORS["none"]
 
@@ -160,11 +160,11 @@ class StepGradient:
 
     @cached_property
     def by_source(self) -> Float[Tensor, "3 R"]:
-        """Σ over all rollouts, over the policy's own, over the demonstrations."""
+        """Σ over all rollouts, over the policy's own, over the demonstrations: what projections are measured on."""
         return torch.stack((self.total, self.students, self.teachers))
 
     def _sum(self, mask: RowMask) -> Gradient:
-        """Σ over these rows, group by group: a group's part is rounded alike, whatever others stand beside it."""
+        """Σ over these rows, group by group, so that a group's part is rounded alike in every batch."""
         N, R = self.g.shape
         ends: list[int] = []  # where each group's rows of g end
         for n in range(1, N):
@@ -181,7 +181,7 @@ class StepGradient:
 
 
 class Intervention(Part):
-    """none: plain GRPO, and the base of all others. spans: which part of R a module is."""
+    """The intervention `none`, plain GRPO, and the base of all others. spans: which part of R a module is."""
 
     spec: ClassVar[InterventionSpec] = INTERVENTIONS["none"]
 

@@ -72,10 +72,8 @@ class Method:
         self.policy = policy
         self.shadows = dict(shadows or {})
         self.spans = policy.adapter.spans
-        block = (
-            cfg.method.quarantine_block
-        )  # of the transformer, from 1, or −1 from its end; None: shared
-        # modules that δS_hack has to itself; none: it shares all with δS
+        # the block that δS_hack has to itself, from 1, or −1 from the end; None: it shares all with δS
+        block = cfg.method.quarantine_block
         self.own_modules: frozenset[str] = frozenset()
         if block is not None:
             modules = modules_of_block(policy, self.spans, block)
@@ -83,7 +81,7 @@ class Method:
 
     @property
     def measures(self) -> frozenset[str]:
-        """Words of `when=` in ground/table.py whose columns this method fills."""
+        """Groups of columns that this method fills: those with `when=` one of these words in ground/table.py."""
         columns = self.intervention.measures | self.monitor.measures
         for monitor in self.shadows.values():
             columns |= monitor.measures
@@ -161,7 +159,7 @@ class Method:
         """
         rows = batch.rows
         with_signal = {group.index for group in batch.with_signal}
-        asked = [n for n, row in enumerate(rows) if row.group in with_signal]
+        asked = [n for n, row in enumerate(rows) if row.group in with_signal]  # rows of g, too
         N = len(rows)
         share, of_row = step.g.new_zeros(N, 1), step.g.new_zeros(N)
         if not asked:
@@ -287,8 +285,8 @@ class Method:
     def _rows(self, groups: Sequence[Group]) -> list[UpdateRow]:
         """Make the table that is learnt from: one `UpdateRow` for each rollout.
 
-        A rollout that the intervention leaves out has a row of advantage 0, so that it is measured; none where the
-        loss learns at advantage 0 too (a KL, a teacher model).
+        A rollout that the intervention leaves out has a row of advantage 0, so that it is measured. Where the loss
+        learns at advantage 0 too (a KL, a teacher model), it has none, since it would be learnt from.
 
         Its `row_of_g` is the row of g that its gradient is added to. Under a gradient monitor, or where the
         intervention asks for it, that row is its own. Otherwise it shares one with the rollouts of its group that have
@@ -302,7 +300,8 @@ class Method:
         rows_of_g: dict[Hashable, int] = {}
         for group in groups:
             known, flagged = self._known_and_flagged(group)
-            # a gradient monitor has flagged nothing yet, a text monitor knows nothing beforehand
+            # route2 compares the others among themselves. A gradient monitor has flagged nothing yet,
+            # a text monitor knows nothing beforehand
             set_apart = known if reads_gradients else flagged
             advantages = self.intervention.advantages(group.view(), set_apart)
             for b, (rollout, A) in enumerate(zip(group.rollouts, advantages, strict=True)):
