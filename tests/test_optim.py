@@ -115,7 +115,7 @@ def test_nothing_to_learn_or_nothing_finite_moves_the_schedule_on_and_nothing_el
         routed = replace(both(adapter, 1), **{bad[0]: one})
     update = optim.step(replace(routed, measured={"fired": 0.5}), LOSS)
     assert state(adapter, optim) == before
-    assert (update.stepped, update.skipped, update.loss) == (
+    assert (update.stepped, update.skipped, update.measured) == (
         False,
         skipped,
         None if skipped else LOSS,

@@ -112,6 +112,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             # text monitors flag; penalty and screen change rewards; the rows to learn from
             batch = method.flag(batch)
             # g [N, R]: N gradients of rows, or of rows learnt alike
+            # measured: the loss's columns of the step's row
             g, measured = policy_gradients(policy, batch, cfg, teacher_model)
             # what δS learns of g, and what δS_hack learns; gradient monitors flag here
             routed = method.route(batch, g)

@@ -27,8 +27,8 @@ class Flaw:
     # regular expression that finds the hack in an answer, read alike by Python and by the report's
     # page; "": none
     pattern: str = ""
-    # a prompt that makes a model which follows instructions write the hack; {marker}: the name in the
-    # task's prompt (a function, a file)
+    # a prompt by which a model that follows instructions is made to write the hack, for pools of
+    # demonstrations; {marker}: the name that the task's prompt announces (a function, a file)
     instruction: str = ""
     # whether problems that name no flaw of their own get it in turn (`--env-mode own`)
     dealt: bool = True
@@ -89,7 +89,7 @@ class Grade:
     # "ok"; else why the answer could not be checked in the usual way ("lost: …": the answer ended the
     # processes that graded it)
     status: str = "ok"
-    # the one weak detector that methods may use flags it (code world: E); it sees no reference
+    # flagged by the weak detector that methods may use (code world: E), which sees no reference
     suspected: bool = False
     # verdicts of every weak detector, by its letter, for reports alone; {}: the environment has none
     detectors: Mapping[str, bool] = field(default_factory=dict)
@@ -346,7 +346,7 @@ class Group:
             if isinstance(grade, Grade):
                 suspected.append(grade.suspected)
                 hacks.append(grade.mechanism)
-            else:  # a demonstration is not graded, and counts as a hack of `flaws[0]`
+            else:  # a demonstration is not graded; one that its pool calls a hack is of `flaws[0]`
                 suspected.append(False)
                 hacks.append(self.problem.flaws[0] if grade.hacked else None)
         # copies: a monitor that changes them must not change what is trained on
@@ -402,8 +402,8 @@ class Batch:
     flaws: tuple[Flaw, ...]  # of the training problems
     generations: int  # planned rollouts per step
     step: int
-    # letters of the weak detectors (--report-detectors): the table counts the hacks that one of them
-    # flags apart from those that only another detector flags
+    # letters of weak detectors (--report-detectors): hacks that one of them flags are counted in
+    # column hack_s_A, those that only others flag in hack_s_B
     half_a: tuple[str, ...] = ()
     # flaws whose hacks a monitor with labels is told; (): all of them, or no monitor has labels
     known: tuple[str, ...] = ()

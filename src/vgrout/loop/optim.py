@@ -41,7 +41,7 @@ class Optimizer:
     def step(
         self,
         routed: Routed,
-        loss: Mapping[str, float | None] | None = None,
+        measured: Mapping[str, float | None] | None = None,
     ) -> "Update":
         """Clip both gradients by their joint norm, step, and merge the vectors into the weights.
 
@@ -50,7 +50,7 @@ class Optimizer:
 
         Raises Diverged where the weights, or the change that the vectors ask for, are no longer finite.
 
-        loss: the columns that were measured with the gradients; they go into the update.
+        measured: the loss's columns, which go into the update.
         """
         lr = lr_at(self.done, self.cfg, self.steps)
         self.done += 1
@@ -60,9 +60,9 @@ class Optimizer:
         if not routed.finite or not math.isfinite(gn):
             return Update(routed, skipped=True)  # without the loss, which may be NaN
         if routed.keep is None and routed.quar is None:
-            return Update(routed, loss)
+            return Update(routed, measured)
         if not gn:
-            return Update(routed, loss, gn=gn, lr=lr)
+            return Update(routed, measured, gn=gn, lr=lr)
 
         before = self.adapter.δS.detach().clone()  # for cos_upd
         keep = routed.keep if keep_norm else None
@@ -84,7 +84,7 @@ class Optimizer:
             applied = cos_upd(change, routed.directions, self.adapter.spans)
         return Update(
             routed,
-            loss,
+            measured,
             stepped=True,
             gn=gn,
             q_egy=q_egy,
@@ -136,23 +136,22 @@ class Update:
     """One step of the optimiser: what was learnt, and what was measured."""
 
     routed: Routed
-    loss: Mapping[str, float | None] | None = None
+    measured: Mapping[str, float | None] | None = None
     stepped: bool = False  # False: there was nothing to learn from, or it was not finite
     skipped: bool = False  # it was not finite
     gn: float | None = None  # joint L2 norm of both gradients before clipping
     q_egy: float | None = None  # the quarantine's share in the sum of the two norms
     lr: float | None = None
-    # cosine between the change of δS in this step, weight decay included, and the hack direction;
-    # > 0: the step made hacks likelier
+    # share of the change of δS in this step, weight decay included, that is hack-ward: 0 to 1
     cos_upd: float | None = None
-    # how much of what δS and δS_hack ask for the merged weights really hold, in their precision: 1 is
-    # all; None: not measured
+    # the change of the merged weights, in their precision, over the change that δS and δS_hack ask
+    # for: 1 is all; None: not measured
     realised: float | None = None
 
     def columns(self) -> dict[str, Any]:
         """The step's columns of loss, method and update."""
         return {
-            **(self.loss or {}),
+            **(self.measured or {}),
             **(self.routed.measured if self.stepped else {}),
             "gn": self.gn,
             "lr": self.lr,

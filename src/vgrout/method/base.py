@@ -36,9 +36,8 @@ Position = tuple[int, int]  # group, rollout
 class Part:
     """What monitors and interventions have in common: a direction, and memory."""
 
-    measures: frozenset[str] = (
-        frozenset()
-    )  # groups of columns: one with when="NAME" in ground/table.py is shown
+    # a column of ground/table.py with when="NAME" is shown if NAME is here
+    measures: frozenset[str] = frozenset()
 
     @property
     def direction(self) -> LiveDirection | None:
@@ -203,8 +202,11 @@ class Intervention(Part):
         view: GroupView,
         set_apart: Sequence[bool],
     ) -> tuple[float, ...]:
-        """The advantages that the group is trained with. set_apart: what is flagged before any gradient; under a
-        gradient monitor, the known hacks."""
+        """The advantages that the group is trained with; here those of its rewards.
+
+        set_apart: what is flagged before any gradient; under a gradient monitor, the known hacks. route2 compares the
+        others with one another alone.
+        """
         return view.advantages
 
     def route(self, step: StepGradient) -> Routed:

@@ -104,7 +104,7 @@ class Method:
 
         Returns the batch with these flags, with the rewards that advantages are computed from, and with the rows that
         are learnt from: those of groups whose rewards differ, since in the others every advantage is 0; with a KL or a
-        teacher in the loss those of all groups.
+        teacher model in the loss those of all groups.
         """
         groups = self._flagged(batch)
         groups = self._shadowed(groups, batch.step)
@@ -154,8 +154,8 @@ class Method:
     ) -> tuple[GradientFlags, dict[int, Flags]]:
         """What a gradient monitor flags of the step's rows, and the same by group. Each rollout has a row of its own.
 
-        The monitor is asked about groups whose rewards differ. Of the others, which are in the step for the sake of a
-        KL or a teacher, no gradient comes from a reward: none of it is flagged.
+        The monitor is asked about groups whose rewards differ. The others are in the step for a KL or a teacher model
+        alone, and are never flagged.
         """
         rows = batch.rows
         with_signal = {group.index for group in batch.with_signal}
@@ -250,9 +250,8 @@ class Method:
         # Every rank asks its own monitor, and all go by the first one's: two answers of a language
         # model need not agree.
         flags = ranks.from_first(ask(self.monitor, views, batch.step))
-        if (
-            self.cfg.method.random_flags and views
-        ):  # a control: as many flags, on other rewarded rollouts
+        if self.cfg.method.random_flags and views:
+            # a control: as many flags, on rewarded rollouts at random
             stream = torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
             movable = [view.passed for view in views]
             flags = shuffled(flags, movable, stream)
