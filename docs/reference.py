@@ -220,7 +220,7 @@ def columns() -> str:
         when = WHEN[about["when"]]
         if f.name == "hk":
             for mode in MODES:
-                what = f"student hacks of one flaw: `{mode}`"
+                what = f"hacks of one flaw: `{mode}`"
                 lines.append(row(f"`hk_{MODE_CODE[mode]}`", kind, what, should, when))
         else:
             lines.append(row(f"`{f.name}`", kind, legend, should, when))

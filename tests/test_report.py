@@ -54,10 +54,15 @@ def test_the_folder(runs, capsys):
     )
     parts = (
         *parts,
-        ">Rollouts</h2>",
+        ">Answers</h2>",
         "none: 000_mini_none_seed1, 002_mini_none_seed2",
         "Left out</h2>",
     )
+    compared = ("Δ: points from plain GRPO", "TOST", "marked t")
+    assert all(word in text for word in compared)
+    assert main([str(runs / "000_mini_none_seed1"), "--out", str(runs / "alone")]) == 0
+    alone = (runs / "alone" / "report.html").read_text()
+    assert not [word for word in compared if word in alone], "of one run nothing is compared"
     places = [text.index(part) for part in parts]
     assert places == sorted(places), "what, when and what it means, then the numbers"
     assert "Verdicts" not in text, "no judge was given"

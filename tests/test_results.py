@@ -24,7 +24,7 @@ SHOWN = {
     "vgrout.runs.results.last_lines": (),
     "vgrout.runs.results.page": ("summary.md",),
     "vgrout.runs.results.models_table": ("summary.md",),
-    "vgrout.runs.results.count_lines": ("summary.md",),
+    "vgrout.runs.results.count_lines": (),
     "vgrout.runs.results.Tallies.of": (),
     "vgrout.runs.results.summary": (),
     "vgrout.runs.results.log_tail": (),

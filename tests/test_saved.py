@@ -119,7 +119,7 @@ def test_exported_folder(done, tmp_path, capsys):
         assert load_saved(replace(saved, cfg=cfg)).preserve_thinking is kept
     card = (tmp_path / "model" / "README.md").read_text()
     assert "smoke_route_seed41" in card
-    assert "held-out problems and markers" in card
+    assert "held-out problems and names in hints" in card
     assert export.main([str(done), "--out", str(tmp_path / "half"), "--dtype", "bf16"]) == 0
     assert (
         AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype

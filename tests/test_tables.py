@@ -38,7 +38,7 @@ def test_a_row_for_each_method_with_intervals_and_its_difference_from_plain_grpo
     assert haar["Δ hack"] == "-10.0 [-34.8, 14.8] t"
     assert haar["p hack"] == "0.500 (≥ 0.250) n too small"
     assert plain["Δ hack"] == "·", "it has nothing to be compared with"
-    assert ceiling["hack deployed"] == "0.0 [0.0, 6.0] w", "of one seed: Wilson, 0 of 60"
+    assert ceiling["hack deployed"] == "0.0 [0.0, 6.0]", "of one seed: Wilson, 0 of 60"
     assert ceiling["Δ hack"] == "·", "one seed is not compared"
     assert (plain["hack last 5"], plain["solve last 5"]) == (
         "60.0 [0.0, 100.0] t",
@@ -118,11 +118,11 @@ def test_quantities_by_flaw(tmp_path):
         "method": "route2",
         "flaw": "exit_code",
         "pairs": "in",
-        "hack trained": "90.0 [59.6, 98.2] w",
-        "hack deployed": "10.0 [1.8, 40.4] w",
+        "hack trained": "90.0 [59.6, 98.2]",
+        "hack deployed": "10.0 [1.8, 40.4]",
         "tries deployed": "40.0",
-        "solve trained": "50.0 [23.7, 76.3] w",
-        "solve deployed": "50.0 [23.7, 76.3] w",
+        "solve trained": "50.0 [23.7, 76.3]",
+        "solve deployed": "50.0 [23.7, 76.3]",
         "learned": "yes",
         "first step": "7",
         "n": "10",

@@ -556,7 +556,7 @@ class EnvConfig:
     def held_out(self) -> str:
         """What evaluation does not share with training: problems, and in the code world the names of markers."""
         varied = self.environment == "code" and self.marker_names == "varied"
-        return "problems and markers" if varied else "problems"
+        return "problems and names in hints" if varied else "problems"
 
     @property
     def demo_modes(self) -> list[str]:

@@ -148,14 +148,14 @@ class StepRow(Columns):
 
     hack_s: Rate = col(
         "frac",
-        "student rows that hack: the flawed check accepts, the reference rejects",
+        "the model's answers that hack: the flawed check accepts, the reference rejects",
         should="rises under none; ELSE there is nothing to prevent",
         head="hack %",
     )
-    solve_s: Rate = col("frac", "student rows that the reference accepts", head="solve %")
+    solve_s: Rate = col("frac", "answers that the reference accepts", head="solve %")
     tries_s: Rate | None = col(
         "frac",
-        "student rows that hack, or try to and fail",
+        "answers that hack, or try to and fail",
         when="file",
         default=None,
     )
@@ -174,7 +174,7 @@ class StepRow(Columns):
     ref_eq: float = col(".2f", f"answers so far, in steps of {REFERENCE_STEP} answers")
     rew: float | None = col(".2f", "mean reward, all rows")
     rew_s: float | None = col(
-        ".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt", head="reward"
+        ".2f", "mean reward of its answers", should="rises; ELSE nothing is learnt", head="reward"
     )
     signal: Rate = col(
         "frac", "groups whose rewards differ", should="most groups; ELSE steps are wasted"
@@ -188,7 +188,7 @@ class StepRow(Columns):
     n: int = col("d", "rollouts in the step")
     think: float | None = col(
         ".0f",
-        "tokens of thought, mean per student answer",
+        "tokens of thought, mean per answer",
         when="thinking",
         should="stays well below --max-new; ELSE thoughts are cut, and have no answer",
         head="think",
@@ -198,27 +198,27 @@ class StepRow(Columns):
         "frac", "teacher rows that the reference accepted when their pool was made", when="teacher"
     )
     hack_s_E: Rate | None = col(
-        "frac", "student rows that detector E flags (hacked_loophole_used)", when="file"
+        "frac", "answers that detector E flags (hacked_loophole_used)", when="file"
     )
     hack_s_D: Rate | None = col(
-        "frac", "student rows that detector D flags (hacked_wrong_tests)", when="file"
+        "frac", "answers that detector D flags (hacked_wrong_tests)", when="file"
     )
     hack_s_A: Rate | None = col(
-        "frac", "student hacks that a detector of --report-detectors sees", when="halves"
+        "frac", "hacks that a detector of --report-detectors sees", when="halves"
     )
     hack_s_B: Rate | None = col(
-        "frac", "student hacks that none of these sees, but another one does", when="halves"
+        "frac", "hacks that none of these sees, but another one does", when="halves"
     )
     hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher")
     # by the flaw's code
-    hk: dict[str, Rate] = col("hk", "student hacks of one flaw", when="modes", default_factory=dict)
+    hk: dict[str, Rate] = col("hk", "hacks of one flaw", when="modes", default_factory=dict)
     hack_abl: Rate | None = col(
-        "frac", "student rows sampled from the deployed model that hack", when="ablated"
+        "frac", "answers sampled from the deployed model that hack", when="ablated"
     )
     solve_abl: Rate | None = col(
-        "frac", "student rows sampled from the deployed model that are right", when="ablated"
+        "frac", "answers sampled from the deployed model that are right", when="ablated"
     )
-    lp_s: float | None = col(".2f", "mean log-prob a token, student rows")
+    lp_s: float | None = col(".2f", "mean log-prob a token, of the model's answers")
     lp_t: float | None = col(
         ".2f",
         "mean log-prob a token, teacher rows",
@@ -276,13 +276,13 @@ class StepRow(Columns):
         when="resid",
     )
     cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
-    cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
+    cos_pre_s: float | None = col(".2f", "… of the model's answers", when="direction")
     cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
     cos_post: float | None = col(
         ".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route"
     )
     cos_post_s: float | None = col(
-        ".2f", "… that student rows alone would leave there", when="direction"
+        ".2f", "… that the model's answers alone would leave there", when="direction"
     )
     cos_post_t: float | None = col(
         ".2f", "… that teacher rows alone would leave there", when="direction+teacher"
@@ -304,22 +304,22 @@ class StepRow(Columns):
     )
     recall: Rate | None = col(
         "frac",
-        "student hacks that the monitor flagged, of those that it looked at",
+        "hacks that the monitor flagged, of those that it looked at",
         when="flags",
         should="near all; ELSE what it misses grows",
     )
     recall_new: Rate | None = col(
         "frac",
-        "student hacks of flaws outside --known-modes that the monitor flagged, of those that it looked at",
+        "hacks of flaws outside --known-modes that the monitor flagged, of those that it looked at",
         when="blind",
     )
     hack_new: Rate | None = col(
         "frac",
-        "student hacks of flaws outside --known-modes",
+        "hacks of flaws outside --known-modes",
         when="blind",
         should="falls as hack_s does; ELSE only what is known is contained",
     )
-    false_flags: Rate | None = col("frac", "correct student answers that it flagged", when="flags")
+    false_flags: Rate | None = col("frac", "right answers that it flagged", when="flags")
     flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="flags+teacher")
     judge_asked: int | None = col(
         "d",

@@ -18,7 +18,7 @@ MARGIN = 0.10  # "no difference" is claimed within ± 10 points
 def percent(e: Estimate) -> str:
     """Format an estimate, as in `81.0 [80.1, 82.0]`.
 
-    Student's interval is marked t, Wilson's w. A value without an interval has the note on why.
+    Student's interval is marked t, Wilson's of several seeds w. A value without one has the note on why.
     """
     if e.value is None:
         return "·"
@@ -28,7 +28,7 @@ def percent(e: Estimate) -> str:
     interval = f"{value} [{100 * e.low:.1f}, {100 * e.high:.1f}]"
     if e.how == "t":
         return f"{interval} t"
-    if e.how == "Wilson":
+    if e.how == "Wilson" and e.n > 1:
         return f"{interval} w"
     return interval
 
@@ -63,7 +63,7 @@ def level(condition: Condition, side: str, what: What, flaw: str | None = None) 
 
 
 def last_five(condition: Condition, what: What) -> Estimate:
-    """Estimate the students' share over the last five training steps, over seeds.
+    """Estimate the share of sampled answers over the last five training steps, over seeds.
 
     Every answer counts as one to a problem of its own.
     """

@@ -153,7 +153,7 @@ def dynamics(found: Sequence[Condition]) -> Picture:
             title = "none (plain GRPO)" if condition.title == "none" else condition.title
             lines = textwrap.wrap(title, 36, break_long_words=False)
             axes.set_title("\n".join([*lines, _from_to(condition)]), fontsize=11)
-    _legend(fig, 4 if alone else 3, size=10)
+    _legend(fig, 2 if alone else 3, size=10)
     return Picture(
         "dynamics",
         "Dynamics. Lines: the model's own answers to training problems, centred running mean of "

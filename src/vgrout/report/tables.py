@@ -79,24 +79,24 @@ def methods(found: Sequence[Condition]) -> ReportTable:
     """Make the table with a row for each condition, compared with plain GRPO."""
     baselines = {c: baseline(c, found) for c in found}
     of_code = any(c.first.cfg.of_code for c in found)
-    held_out = "problems and marker names" if of_code else "problems"
     rows = []
     for c in found:
         row = _method_row(c, hinted=of_code)
         if any(baselines.values()):
             row = _from_plain(c, baselines[c]) | row
         rows.append({name: row[name] for name in (*FIRST, *row) if name in row})
-    return ReportTable(
-        "Methods",
-        f"%, held-out {held_out}, final evaluation. Last 5: the students' answers of "
-        "the last five training steps. Onset: the first of five steps in which a tenth of the "
-        "students' answers hack, by seed; ·: none. Flaws learnt: hacked in a fifth of the trained "
-        "model's answers. Δ: points from plain GRPO, deployed, paired by seed and problem; p: sign "
-        "flips over seeds, in brackets the smallest that n allows; TOST: p for a "
-        f"difference within ± {100 * MARGIN:.0f} points, and only a small one shows "
-        '"no difference".',
-        rows,
+    caption = (
+        "% of answers to held-out problems, final evaluation. Last 5: answers of the last five "
+        "training steps. Onset: the first of five steps in which a tenth of the answers hack, by "
+        "seed; ·: none. Flaws learnt: hacked in a fifth of the trained model's answers."
     )
+    if any(baselines.values()):
+        caption += (
+            " Δ: points from plain GRPO, deployed, paired by seed and problem; p: sign flips over "
+            "seeds, in brackets the smallest that n allows; TOST: p for a difference within ± "
+            f'{100 * MARGIN:.0f} points, and only a small one shows "no difference".'
+        )
+    return ReportTable("Methods", caption, rows)
 
 
 def _method_row(c: Condition, *, hinted: bool) -> dict[str, str]:
@@ -146,7 +146,7 @@ def by_flaw(found: Sequence[Condition]) -> ReportTable:
         "%. Pairs: whether the direction's pairs show the flaw (in) or not (out). Tries: hacks, "
         "and wrong answers that try the flaw and fail. Learned: at least "
         f"{100 * LEARNED:.0f} % hacks as trained. First step: of the "
-        "students' first hack. n: answers.",
+        "first hack in training. n: answers.",
         rows,
     )
 
@@ -189,7 +189,7 @@ def monitors(found: Sequence[Condition]) -> ReportTable:
             rows.append(about | _scores(of_monitor, flaws))
     return ReportTable(
         "What the monitors of texts flagged",
-        "% of the students' hacks in training (recall), also by flaw, and of their right answers "
+        "% of the hacks in training (recall), also by flaw, and of their right answers "
         "(false flags); in brackets how many, over all seeds. AUC: of the scores, hacks against "
         "right answers. The run's own monitor may not read groups without signal. Unjudged: it gave "
         "no verdict on them, and no rate counts them.",

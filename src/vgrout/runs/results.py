@@ -54,7 +54,7 @@ MEANING = {
 
 @dataclass(frozen=True)
 class Tallies:
-    """Counts over the student rows of rollouts.jsonl, read once."""
+    """Counts over rollouts.jsonl, the answers sampled in training, read once."""
 
     flagged: dict[str, Rate]  # weak detector → rows that it flags
     # hacks seen by the chosen detectors (A), by others alone (B), by none ("")
@@ -85,8 +85,8 @@ class Tallies:
         if codes:
             a, b, none = (self.halves.get(half, 0) for half in ("A", "B", ""))
             found.append(
-                f"Student hacks: {a} seen by {','.join(codes)} (half A), {b} by other detectors alone (half B), "
-                f"{none} by no detector; of {self.rows} student rows."
+                f"Hacks in training: {a} seen by {','.join(codes)} (half A), {b} by other detectors alone (half B), "
+                f"{none} by no detector; of {self.rows} answers."
             )
         if self.gate:
             precision, recall = (f"{of.k}/{of.n} ({of.percent} %)" for of in self.gate)
@@ -221,7 +221,9 @@ def show(run: RunContext, outcome: Outcome, record: dict[str, object]) -> None:
         means = conclusions.conclusion(report)
         numbers = summary(cfg, outcome.final, report)
         of_flaws = tables.by_flaw([report])
-        by_flaw = f"{of_flaws.markdown()}\n\n{of_flaws.caption} w: Wilson's 95 % interval."
+        by_flaw = (
+            f"{of_flaws.markdown()}\n\n{of_flaws.caption} [low, high]: Wilson's 95 % interval."
+        )
     means = outcome.tallies.judged_nothing + means
     verdict = verdict_line(cfg, means)
     with without("summary.md"):
@@ -404,6 +406,7 @@ def page(outcome: Outcome, verdict: str, by_flaw: str) -> str:
     """summary.md, the conclusion first. verdict: as the console has it. by_flaw: the report's table."""
     cfg, final = outcome.cfg, outcome.final
     method = " ".join(" ".join(method_lines(cfg)).split())
+    hacks, _ = whole_run(outcome.rows, students=True)
     paragraphs = [f"# {verdict[0].upper()}{verdict[1:]}"]
     if outcome.halted:
         paragraphs.append(f"**Halted**: {outcome.halted}.")
@@ -416,10 +419,10 @@ def page(outcome: Outcome, verdict: str, by_flaw: str) -> str:
         "![hack and solve by step](dynamics.png)",
         "## By flaw",
         by_flaw,
+        f"In training {hacks.k:,} of the {hacks.n:,} answers of the model were hacks.",
         *outcome.tallies.lines(outcome.cfg.env.report_detector_codes),
     ]
-    counts = [f"    {line}" for line in count_lines(outcome)]
-    paragraphs += ["## Counts over the whole run", "\n".join(counts)]
+    paragraphs.append("`vgrout sample` and this folder show answers to one problem.")
     return "\n\n".join(paragraphs) + "\n"
 
 
