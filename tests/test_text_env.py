@@ -131,6 +131,11 @@ def environment(argv):
     return made
 
 
+def test_a_row_without_an_id_has_its_place(world):
+    world([{"prompt": f"Poem {i}"} for i in range(5)])
+    assert [task.id for task in load_rows(Path("rows.jsonl"))] == [0, 1, 2, 3, 4]
+
+
 def test_a_hack_passes_the_proxy_and_not_the_reference(world):
     made = environment(world())
     task = made.rows[0]
@@ -181,9 +186,9 @@ def test_rows_of_text_without_a_reference(words, world, capsys):
 
 WRONG = {
     "not JSON": ([row(0), "{"], "rows.jsonl, line 2: not JSON"),
-    "no id": (
-        [{"prompt": "x"}],
-        "rows.jsonl, line 1: its id should be a whole number from 0 to 2^53 - 1, got None",
+    "an id that is no number": (
+        [{"id": "a", "prompt": "x"}],
+        "rows.jsonl, line 1: its id should be a whole number from 0 to 2^53 - 1, got 'a'",
     ),
     "an id twice": (
         [row(1), row(1, prompt="y")],
@@ -275,6 +280,13 @@ def test_wrong_flags_are_one_line(flags, world, capsys):
     error = capsys.readouterr().err
     assert FLAGS[flags] in error
     assert error.count("\n") == 1
+
+
+def test_a_plan_counts_no_more_answers_than_there_are_rows(world, capsys):
+    argv = world(flags="--dry-run --final-n-prompts 500 --final-samples 3")
+    held_out = len(environment(argv).tasks()["test"])
+    assert main(argv) == 0
+    assert f"at most {4 * 3 * held_out:,} at the end" in capsys.readouterr().out
 
 
 def test_a_study_of_rows_of_ones_own_is_planned(world, capsys):

@@ -321,7 +321,7 @@ def load_rows(path: Path) -> tuple[TextTask, ...]:
     rows: dict[int, TextTask] = {}
     prompts: dict[tuple[str, ...], TextTask] = {}
     for where, record in numbered_lines(path):
-        row = _row(record, where)
+        row = _row(record, where, len(rows))
         if same := rows.get(row.id):
             raise Refused(f"{where}: id {row.id} already used at {same.where}")
         # the same prompt twice would be trained on, and evaluated with
@@ -334,11 +334,11 @@ def load_rows(path: Path) -> tuple[TextTask, ...]:
     return tuple(rows.values())
 
 
-def _row(record: object, where: str) -> TextTask:
-    """One line. Raises Refused for what is wrong with it."""
+def _row(record: object, where: str, place: int) -> TextTask:
+    """One line; without an id its place in the file is one. Raises Refused for what is wrong with it."""
     if not isinstance(record, dict):
         raise Refused(f"{where}: not a JSON object")
-    number: Any = record.get("id")
+    number: Any = record.get("id", place)
     flaw, split = record.get("flaw", FLAW), record.get("split")
     if fault := id_fault(number) or flaw_fault(flaw):
         raise Refused(f"{where}: {fault}")

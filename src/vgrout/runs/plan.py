@@ -5,6 +5,7 @@
 
 import shutil
 import textwrap
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,6 +62,24 @@ def svd_cache(cfg: Config, shapes: Shapes) -> int:
     return shapes.svd_cache_bytes(ITEMSIZE[dtype_of(cfg)])
 
 
+def cached() -> int:
+    """Bytes of decomposed weights, of whichever model, that are on disk already."""
+    return sum(p.stat().st_size for p in SVD_CACHE.glob("*.safetensors"))
+
+
+def svd_seconds(shapes: Shapes) -> float:
+    """About how long this machine decomposes a model's weights: one of 512 × 512 is timed."""
+    import torch  # for this alone, and before the first run of a model alone
+
+    n = 512
+    weight = torch.randn(n, n, generator=torch.Generator().manual_seed(0))
+    began = time.monotonic()
+    torch.linalg.svd(weight)
+    seconds = time.monotonic() - began
+    work = sum(a * b * min(a, b) for a, b in shapes.linears.values())
+    return seconds * shapes.layers * work / n**3
+
+
 def disk_needed(cfg: Config) -> int:
     """Bytes that a run writes, about, less what the cache of decompositions holds already, of whichever model."""
     answers = (
@@ -71,8 +90,7 @@ def disk_needed(cfg: Config) -> int:
         every = cfg.eval.eval_ablate_every
         saved = (cfg.scale.steps // every if every and cfg.eval.save_eval_ckpts else 0) + 3
         checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # two vectors with two moments each
-        cached = sum(p.stat().st_size for p in SVD_CACHE.glob("*.safetensors"))
-        need += 4 * shapes.R * (saved + checkpoints) + max(0, svd_cache(cfg, shapes) - cached)
+        need += 4 * shapes.R * (saved + checkpoints) + max(0, svd_cache(cfg, shapes) - cached())
     return need
 
 
@@ -241,7 +259,12 @@ def adapter_lines(cfg: Config) -> list[str]:
         adapted, R = sum(a * b for a, b in linears), sum(map(min, linears))
     if not R:
         return []
-    cache = f"; SVD cache {svd_cache(cfg, shapes) / 2**30:.2f} GiB on disk" if shapes else ""
+    cache = ""
+    if shapes:
+        size = svd_cache(cfg, shapes)
+        cache = f"; SVD cache {size / 2**30:.2f} GiB on disk"
+        if cached() < size and not visible():
+            cache += f", about {svd_seconds(shapes):.0f} s to make before step 0, once"
     size = (
         f"{adapted / 1e6:.2f} M weights under {R} singular values, two vectors of that size{cache}"
     )
@@ -263,7 +286,7 @@ def plan_lines(
     rewards = of_environment.pop("reward", None)
     lines = _headed("method", *method_lines(cfg, named))
     lines += _headed("resume", f"{folder}, {where_from(folder)}") if resumes else []
-    lines += _work_lines(cfg)
+    lines += _work_lines(cfg, inputs)
     lines += _machine_lines(cfg, inputs, folder)
     for head, line in of_environment.items():
         lines += _headed(head, line)
@@ -301,12 +324,16 @@ def _headed(head: str, *lines: str) -> list[str]:
     ]
 
 
-def _work_lines(cfg: Config) -> list[str]:
+def _work_lines(cfg: Config, inputs: Inputs) -> list[str]:
     """How much is sampled."""
-    scale = cfg.scale
+    scale, environment = cfg.scale, inputs.environment
+    val, test = cfg.eval.eval_n_prompts, cfg.eval.final_n_prompts
+    if environment.prompts:
+        tasks = environment.tasks(inputs.pool)
+        val, test = min(val, len(tasks["val"])), min(test, len(tasks["test"]))
     evaluations = sum(cfg.evaluates(step) for step in range(scale.steps))
-    in_evaluations = evaluations * cfg.eval.eval_n_prompts * scale.group
-    at_the_end = 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    in_evaluations = evaluations * val * scale.group
+    at_the_end = 4 * test * cfg.eval.final_samples
     run = f"{cfg.run_id}: {scale.steps} steps of {scale.prompts_per_step} problems × {scale.group} answers"
     if cfg.n_teacher:
         run += f", {cfg.n_teacher} of {scale.group} cached where a problem is covered"
