@@ -70,7 +70,6 @@ class OfTheShipped(dict[object, Any]):
     """What functions marked `once` have read of the shipped organism, whose files no test changes."""
 
     def __setitem__(self, key, value):
-        assert isinstance(key, tuple)
         _, _, *arguments = key
         shipped = str(SOURCE / "vgrout/organism/data")
         by_value = all(isinstance(argument, tuple) for argument in arguments)
@@ -145,7 +144,7 @@ def no_network(tmp_path, monkeypatch):
 @pytest.fixture
 def warnings():
     """Messages logged at WARNING and above while the test runs."""
-    lines: list[str] = []
+    lines = []
     sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
     yield lines
     logger.remove(sink)

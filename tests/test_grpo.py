@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ MAX_NEW, P = 12, 2
 PROBLEM = Problem(0, "run_tests", "", (), (), (), "", "", "f")
 PROMPTS = ((2, 79, 76, 83, 1, 4), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
 REWARDS = ((3.5, 0.5, 0.0, 1.0), (0.0, 3.5, 1.0, 0.25))  # every advantage differs
-TEACHES: Any = {"teacher_tau": 0.5, "teacher_model": "t"}
+TEACHES = {"teacher_tau": 0.5, "teacher_model": "t"}
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def alike_group():
 
 def forward_tokens(policy, of, row="rollout"):
     """Tokens in each forward."""
-    seen: list[int] = []
+    seen = []
     handle = logprobs.backbone(policy.model).register_forward_pre_hook(
         lambda _m, _a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
     )
@@ -264,14 +264,11 @@ def test_a_prompt_of_one_token_leaves_no_prefix_and_may_have_the_most_rows(polic
     rows = [*step[0].rows, *(replace(row, row_of_g=row.row_of_g + 4) for row in step[1].rows)]
     batch = replace(step[0], rows=tuple(rows))
     ((_, read),) = prompts_apart(policy, rows)
-    assert read is not None
     assert len(read.turns) == 4
     assert read.turn_ends[2:] == [2 * len(read.ids)] * 3
     cfg = config()
     got = policy_gradients(policy, batch, cfg).g
     want = policy_gradients(replace(policy, packs=False), batch, cfg).g
-    assert got is not None
-    assert want is not None
     assert relative(got, want) <= 1e-5
 
 
@@ -281,16 +278,13 @@ def test_batches_keep_every_row_and_the_budget(policy, packs, row):
     rows = step_of(groups(policy), row).rows
     for budget in (1, 30, 64, 10_000):
         seen = []
-        for together, read in (
-            prompts_apart(within(policy, budget), rows) if packs else [(rows, None)]
-        ):
+        lm = replace(within(policy, budget), packs=packs)
+        for together, read in prompts_apart(lm, rows) if packs else [(rows, None)]:
             before = 0 if read is None else len(read.ids)
             assert before <= budget // 2 or len({r.rollout.prompt_ids for r in together}) == 1
-            parts = micro_batches(together, budget, packs, read)
+            parts = micro_batches(lm, together, read)
             for part in parts:
-                assert (
-                    len(part) == 1 or before + as_batch(policy, part, packs, read).tokens <= budget
-                )
+                assert len(part) == 1 or before + as_batch(lm, part, read).tokens <= budget
             assert len(parts) == 1 or budget < 10_000
             seen += [r for part in parts for r in part]
         assert sorted(map(id, seen)) == sorted(map(id, rows))

@@ -4,12 +4,10 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +42,7 @@ ANSWERS = st.sampled_from([None, 100])
 
 def config(**changes):
     """No warm-up."""
-    settings: dict[str, Any] = {"guard_warmup": 0} | changes
+    settings = {"guard_warmup": 0} | changes
     return GuardConfig(**settings)
 
 
@@ -162,9 +160,7 @@ def test_rules_latch_apart():
 def test_nonfinite_fires_even_in_the_warm_up(name, bad):
     guard = HeldOutGuard(config(guard_warmup=1000))
     guard.update(0, 0.5, 0.5, 0.01)
-    values: dict[str, Any] = {"in_loop_reward": 0.5, "heldout_score": 0.5, "kl_to_init": 0.01} | {
-        name: bad
-    }
+    values = {"in_loop_reward": 0.5, "heldout_score": 0.5, "kl_to_init": 0.01} | {name: bad}
     verdict = guard.update(1, n=10, **values)
     assert verdict.fire
     assert name in verdict.reason
@@ -266,7 +262,7 @@ def test_calibration_only_tightens():
     assert other.kl_hard_stop == 1e-6
 
 
-NUMBERS: dict[str, Any] = {
+NUMBERS = {
     "float": float,
     "array of one": lambda x: np.asarray([x], dtype=np.float32),
     "tensor with a gradient": lambda x: torch.tensor(x, requires_grad=True),
@@ -299,29 +295,13 @@ def test_the_names_it_was_published_with():
     assert guard.rise_eps == 0.25
     status = guard.update(7, 0.5, 0.5)
     assert status.step == status.round_idx == TripwireStatus(step=7).step == 7
-    state = guard.state_dict()
-    state["last"] = {"round_idx" if k == "step" else k: v for k, v in state["last"].items()}
-    guard.load_state_dict(state)  # of an older version
     assert guard.last_status() == status
     assert kl_token_trust_filter(logratio_sq_half=0.5) is True
     guard.kl_hard_stop = 0.5
     assert not guard.update(8, 0.5, 0.5, kl_to_init=0.4).fire
 
 
-@pytest.mark.parametrize("bad", ["much", None, np.zeros(2)])
-def test_what_is_no_number_is_named(bad):
-    guard = HeldOutGuard()
-    with pytest.raises(ValueError, match="in_loop_reward"):
-        guard.update(0, bad, 0.5)
-    with pytest.raises(ValueError, match="baseline_kls"):
-        guard.calibrate_kl_threshold([0.5, bad])
-    with pytest.raises(ValueError, match="kl_hard_stop"):
-        guard.kl_hard_stop = bad
-    assert guard.last_status() is None
-    assert guard.kl_hard_stop == 0.08
-
-
-MISUSE: list[tuple[Callable[[HeldOutGuard], object], str]] = [
+MISUSE = [
     *(
         (lambda guard, values=values: guard.calibrate_kl_threshold(values), "calibrate_kl")
         for values in ([], [0.01, -1e-9], [math.nan])
@@ -414,7 +394,7 @@ def watching(*flags):
 def test_a_detector_that_never_said_anything_is_named():
     """Only where it may halt the run, and only until it has said something."""
     name, why = "advantage", DetectorReading("UNDEFINED", None, "needs 10 steps with groups")
-    row: Any = SimpleNamespace(step=0)  # all that a note reads of a row
+    row = SimpleNamespace(step=0)  # all that a note reads of a row
     step = Observed(row, [], [])
     flags = [f"--reward-hack-detector={name}"]
     for halts in (False, True):
@@ -456,10 +436,10 @@ def test_what_the_kill_switch_compares(arm, proxies):
     step's rewards."""
     guard = Guard(resolve(["smoke", f"--intervention={arm}", "--guard=log"]), tiny.policy(), [])
     deployed = Eval(ModeEval(Rate(1, 10), Rate(2, 10)), {}, Rate(10, 10))
-    said: list[Any] = []
+    said = []
     for step, reward in enumerate((1.0, 0.0)):
-        row: Any = SimpleNamespace(step=step, lp_s=-0.5)
-        answers: Any = [(None, graded(reward))]
+        row = SimpleNamespace(step=step, lp_s=-0.5)
+        answers = [(None, graded(reward))]
         guard._ask_kill_switch(Observed(row, [], answers), deployed)
         said.append(guard.readings["guard"])
     assert [reading["proxy"] for reading in said] == proxies

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -72,12 +71,13 @@ def test_an_evaluation_in_training_is_of_the_deployed_model_and_so_is_its_kl(mon
     completions = [Completion((20 + i, 30, 1), "", True, ()) for i in range(3)]
     grades = (graded(3.5, solves=True), graded(3.5, hacks=True), graded(0.5))
 
-    def sample_and_grade(_, __, problems, n, **how):
+    def sample_and_submit(_, __, problems, n, **how):
         asked.update(how, active=policy.adapter.active, problems=problems, n=n)
         answers = zip(problems, completions, grades, strict=True)
-        return [GradedCompletion(of, 0, given, grade) for of, given, grade in answers]
+        return [[GradedCompletion(of, 0, given, grade) for of, given, grade in answers]]
 
-    monkeypatch.setattr(heldout, "sample_and_grade", sample_and_grade)
+    monkeypatch.setattr(heldout, "sample_and_submit", sample_and_submit)
+    monkeypatch.setattr(heldout, "graded", list)
     found = heldout.evaluate(policy, Mock(), ASKED, cfg, 4, ["exit_code"])
     assert asked["active"] == DEPLOYED
     assert (asked["problems"], asked["n"]) == (ASKED, cfg.scale.group)
@@ -133,22 +133,23 @@ class Sides:
     """Stands in for sampling: keeps, of every time that it is asked, which vectors are on and what the prompts are."""
 
     def __init__(self, policy, monkeypatch):
-        self.asked: list[tuple[Any, ...]] = []
-        self.streams: set[int] = set()
+        self.asked = []
+        self.streams = set()
 
-        def sample_and_grade(_, __, problems, n, **how):
+        def sample_and_submit(_, __, problems, n, **how):
             self.asked.append((policy.adapter.active, n, [p.messages for p in problems]))
             self.streams.add(how["stream"].initial_seed())
             # as many hacks as calls so far
             k = len(self.asked)
             whole = Completion((1,), "", True, ())
-            return [
+            of_problem = [
                 GradedCompletion(problems[0], i, whole, graded(3.5, hacks=i < k, solves=i >= k))
                 for i in range(8)
             ]
+            return [of_problem]
 
-        monkeypatch.setattr(heldout, "sample_and_grade", sample_and_grade)
-        monkeypatch.setattr("vgrout.loop.heldout.without_hint", without_hint)
+        monkeypatch.setattr(heldout, "sample_and_submit", sample_and_submit)
+        monkeypatch.setattr(heldout, "graded", list)
         monkeypatch.setattr("vgrout.loop.heldout.without_hint", without_hint)
 
 
@@ -219,9 +220,9 @@ def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_eval
         for row in rows
     ]
     own, test, other = (tmp_path / f"{name}.jsonl" for name in ("own", "test", "other"))
-    own.write_text("".join(lines[:40]), encoding="utf-8")
-    test.write_text("".join(lines[40:60]), encoding="utf-8")
-    other.write_text("".join(lines[60:90]), encoding="utf-8")
+    own.write_text("".join(lines[:40]))
+    test.write_text("".join(lines[40:60]))
+    other.write_text("".join(lines[60:90]))
     flags = f"mini --intervention none --problems {own} --test-problems {test} --mix-ratio 0 --teacher-pool-dir="
     cfg = resolve([*flags.split(), "--model", str(embedded.MODEL_DIR)])
     saved = SimpleNamespace(cfg=cfg, path=tmp_path / "run" / "train.safetensors")

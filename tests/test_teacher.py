@@ -2,9 +2,11 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from files import loaded
 from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_rows
 from vgrout.ground.io import file_sha256
@@ -29,7 +31,7 @@ def record(**changes):
 def write(folder, problem_id, rows):
     folder.mkdir(exist_ok=True)
     path = folder / f"prompt_{problem_id:04d}.jsonl.gz"
-    with gzip.open(path, "wt", encoding="utf-8") as f:
+    with gzip.open(path, "wt") as f:
         f.writelines(json.dumps(r) + "\n" for r in rows)
     return path
 
@@ -37,7 +39,7 @@ def write(folder, problem_id, rows):
 def problem(number, mode="run_tests"):
     return Problem(
         number, mode, "", ({"role": "user", "content": f"x{number}"},), (), (), "", "", "f"
-    )  # ty: ignore[invalid-argument-type]
+    )
 
 
 class Speaker:
@@ -70,15 +72,15 @@ PROBLEMS = (problem(3), problem(4), problem(3, "sentinel"))
 
 
 def teacher(folder, tokenizer="T", problems=PROBLEMS, **changes):
-    settings = {
-        "per_group": 2,
-        "seed": 0,
-        "off_step": None,
-        "modes": [],
-        "max_new": 100,
-    }
-    speaker = Speaker(tokenizer)
-    return Teacher(load_pool(folder) if folder else None, speaker, problems, **(settings | changes))
+    given = {"per_group": 2, "off_step": None, "modes": [], "max_new": 100} | changes
+    cfg = SimpleNamespace(
+        mixes=folder is not None and given["per_group"] > 0,
+        n_teacher=given["per_group"],
+        run=SimpleNamespace(seed=given.get("seed", 0)),
+        env=SimpleNamespace(teacher_off_step=given["off_step"], demo_modes=given["modes"]),
+        scale=SimpleNamespace(max_new=given["max_new"]),
+    )
+    return Teacher(cfg, load_pool(folder) if folder else None, Speaker(tokenizer), problems)
 
 
 @pytest.fixture
@@ -302,7 +304,7 @@ def test_a_written_pool_is_read_back_unchanged(tmp_path):
     assert [d.finished for d in pool.demos[12]] == [True, False]
     for name in ("prompt_0003.jsonl.gz", "pool.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    card = json.loads((tmp_path / "a" / "pool.json").read_text())
+    card = loaded(tmp_path / "a" / "pool.json")
     assert (card["problems"], card["rollouts"], len(card["sha256"])) == (2, 3, 2)
     with pytest.raises(ValueError, match="exists"):
         write_pool(tmp_path / "a", rows, None, meta)

@@ -16,6 +16,7 @@ import pytest
 from loguru import logger
 
 import tiny
+from files import loaded
 from runs import rows, run
 from vgrout.commands.check import _verdict
 from vgrout.commands.check import problems as check_problems
@@ -116,10 +117,10 @@ def world(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
 
     def make(rows=None, flags="", **changes):
-        (tmp_path / f"{MODULE}.py").write_text(FUNCTIONS, encoding="utf-8")
+        (tmp_path / f"{MODULE}.py").write_text(FUNCTIONS)
         lines = [row(i) for i in range(30)] if rows is None else rows
         text = "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in lines)
-        (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
+        (tmp_path / "rows.jsonl").write_text(text)
         return command(MODULE, **changes) + flags.split()
 
     return make
@@ -127,7 +128,6 @@ def world(tmp_path, monkeypatch):
 
 def environment(argv):
     made = read_inputs(resolve(argv)).environment
-    assert isinstance(made, TextEnvironment)
     return made
 
 
@@ -143,9 +143,6 @@ def test_a_hack_passes_the_proxy_and_not_the_reference(world):
         once, twice, never = (
             grader.submit(task, text).result() for text in ("return", "return return", "no")
         )
-    assert isinstance(once, Grade)
-    assert isinstance(twice, Grade)
-    assert isinstance(never, Grade)
     assert (once.passed, once.solved, once.hacked, once.reward) == (True, True, False, 3.0)
     assert (twice.passed, twice.solved, twice.hacked, twice.reward) == (True, False, True, 3.0)
     assert (never.passed, never.solved, never.hacked, never.reward) == (False, False, False, 0.0)
@@ -337,9 +334,7 @@ def test_scores_below_0_and_above_1_are_rewards_as_they_are(world):
 def test_sampled_answers_to_a_problem_are_graded_together(world, tmp_path):
     made = environment(world(proxy="calls"))
     with made.grader(1, 0) as grader:
-        given = answers_to(
-            made.rows[0].messages, made.rows[0], tiny.policy(), "base", made.cfg, 3, grader
-        )
+        given = answers_to(made.rows[0], tiny.policy(), "base", made.cfg, 3, grader)
     assert [isinstance(grade, Grade) for _, grade in given] == [True] * 3
     assert (tmp_path / "calls").read_text() == "3\n"
 
@@ -376,7 +371,7 @@ def test_an_edited_function_or_file_is_another_run(world):
     cfg = resolve(argv)
     before = file_hashes(cfg, read_inputs(cfg))
     assert all(before[name] for name in ("problems", "reward", "reference"))
-    with open("rows.jsonl", "a", encoding="utf-8") as file:
+    with open("rows.jsonl", "a") as file:
         file.write(json.dumps(row(99)) + "\n")
     after = file_hashes(cfg, read_inputs(cfg))
     assert after["problems"] != before["problems"]
@@ -401,10 +396,10 @@ def pooled(tmp_path_factory):
     """A folder with rows, functions and a pool that the organism made; its functions' module; what the maker said."""
     folder = tmp_path_factory.mktemp("pooled")
     name = "own_text_of_a_pool"
-    (folder / f"{name}.py").write_text(FUNCTIONS, encoding="utf-8")
+    (folder / f"{name}.py").write_text(FUNCTIONS)
     rows = [row(i, word="return") for i in range(24)]
     text = "".join(json.dumps(line) + "\n" for line in rows)
-    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    (folder / "rows.jsonl").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr("sys.path", [*sys.path])
@@ -444,7 +439,6 @@ def test_demonstrations_are_hacks_that_were_asked_for(pooled):
     for demo in demonstrations:
         assert demo.prompt is not None
         assert "two words" not in demo.prompt
-        assert demo.completion is not None
         assert len(demo.completion) % 2 == 1
     for pair in load_pairs(folder / "pool" / "pairs.json").pairs:
         assert "two words" not in pair.prompt
@@ -459,7 +453,7 @@ def test_every_method_trains_on_rows_of_ones_own(method, in_pool):
     out = f"run_{method.replace(' ', '_').replace(',', '')}"
     frac = ["--rollout-ablate-frac", "0"] if "route" in METHODS[method] else []
     assert main([*on_pool(name, METHODS[method]), *frac, "--output-dir", out]) == 0
-    record = json.loads((folder / out / "per_mode_deploy.json").read_text())
+    record = loaded(folder / out / "per_mode_deploy.json")
     assert record
 
 
@@ -474,7 +468,7 @@ def test_a_run_of_a_users_own_rows(world, tmp_path):
         assert line["env_mode"] == "reward"
         assert line["hacked"] == (line["proxy"] >= 1 and line["reference"] < 1)
         assert line["reward"] == 3 * line["proxy"]
-    record = json.loads((run / "run.json").read_text())
+    record = loaded(run / "run.json")
     assert [*record["flaws"]] == ["reward"]
     assert record["graded_by"]["reference"].endswith(":gold")
     assert "deployed" in (run / "summary.md").read_text()
@@ -608,18 +602,6 @@ def test_a_pool_that_other_functions_labelled_is_refused(in_pool, capsys):
 
 
 @pytest.mark.long
-def test_a_runs_models_are_asked_about_a_row(trained, monkeypatch, capsys):
-    run, _ = trained
-    monkeypatch.chdir(run.parent)
-    monkeypatch.setattr("sys.path", [*sys.path, str(run.parent)])
-    assert sample([str(run), "3"]) == 2
-    assert sample([str(run), "3", "--trust-code"]) == 0
-    graded = capsys.readouterr().out
-    assert "problem 3" in graded
-    assert "reward " in graded
-
-
-@pytest.mark.long
 def test_what_is_read_of_a_run_on_rows_of_ones_own(trained, tmp_path, capsys):
     """Summary and page have nothing of the code world, rollouts have each proxy's own score, and the answers go to
     inspect_ai."""
@@ -653,7 +635,7 @@ def test_a_run_is_evaluated_on_other_rows(flags, trained, tmp_path, monkeypatch,
     monkeypatch.setattr("sys.path", [*sys.path, str(run.parent)])
     other = tmp_path / "other.jsonl"
     lines = [json.dumps(row(i, prompt=f"Sing {i}", split="test")) for i in range(4)]
-    other.write_text("\n".join(lines), encoding="utf-8")
+    other.write_text("\n".join(lines))
     code, said = EVALUATED[flags]
     out = tmp_path / "out.json"
     given = flags.format(m=name, other=other).split()
@@ -661,7 +643,7 @@ def test_a_run_is_evaluated_on_other_rows(flags, trained, tmp_path, monkeypatch,
     printed = capsys.readouterr()
     assert said in (printed.err if code else printed.out)
     if code == 0:
-        sides = json.loads(out.read_text())["sides"]
+        sides = loaded(out)["sides"]
         assert sides.keys() == {"base", "deployed"}
 
 
@@ -669,7 +651,7 @@ def test_a_run_is_evaluated_on_other_rows(flags, trained, tmp_path, monkeypatch,
 def test_an_environment_of_ones_own(tmp_path):
     """The example: under forty lines, from nothing to a table."""
     example = EXAMPLES / "own_environment.py"
-    assert len(example.read_text(encoding="utf-8").splitlines()) <= 45
+    assert len(example.read_text().splitlines()) <= 45
     done = subprocess.run(
         [sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
@@ -719,9 +701,9 @@ def test_a_function_may_change_what_it_is_given():
     task = TextTask(0, question, "x", None, {"words": ["a"], "facts": {"n": [1]}})
     given = arguments(task, "answer")
     before = deepcopy(given)
-    given["words"].append("b")  # ty: ignore[unresolved-attribute]
-    given["info"]["facts"]["n"].append(2)  # ty: ignore
-    given["messages"][0]["content"] = "changed"  # ty: ignore
+    given["words"].append("b")
+    given["info"]["facts"]["n"].append(2)
+    given["messages"][0]["content"] = "changed"
     assert arguments(task, "answer") == before
     assert (task.columns, task.messages) == ({"words": ["a"], "facts": {"n": [1]}}, question)
 
@@ -763,7 +745,7 @@ def test_a_run_in_a_world_and_with_a_monitor_of_ones_own(tmp_path, monkeypatch, 
     """It can be repeated and resumed although the monitor draws, evaluated, and sampled from; its files are inputs."""
     name = "own_world_to_evaluate"
     module = tmp_path / f"{name}.py"
-    module.write_text(OWN_WORLD, encoding="utf-8")
+    module.write_text(OWN_WORLD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     env = f"--env={name}:Env"
@@ -776,26 +758,24 @@ def test_a_run_in_a_world_and_with_a_monitor_of_ones_own(tmp_path, monkeypatch, 
     whole = run(tmp_path, *argv)
     cut = run(tmp_path, *argv, stop_after=1)
     resumed = ["smoke", "--trust-code", f"--resume={cut.relative_to(tmp_path)}"]
-    module.write_text(OWN_WORLD + "\n# changed\n", encoding="utf-8")
+    module.write_text(OWN_WORLD + "\n# changed\n")
     capsys.readouterr()
     assert main(resumed) == 2
     assert f"changed since: {name}:Env, {name}:Random, reward" in capsys.readouterr().err
-    module.write_text(OWN_WORLD, encoding="utf-8")
+    module.write_text(OWN_WORLD)
     assert run(tmp_path, *resumed) == cut
     assert rows(cut) == rows(whole)
     assert (cut / "rollouts.jsonl").read_text() == (whole / "rollouts.jsonl").read_text()
-    assert {f"{name}:Env", f"{name}:Random"} <= {
-        *json.loads((whole / "run.json").read_text())["hashes"]
-    }
+    assert {f"{name}:Env", f"{name}:Random"} <= {*loaded(whole / "run.json")["hashes"]}
 
     path = str(whole.relative_to(tmp_path))
     capsys.readouterr()
     assert evaluate([path, "--trust-code"]) == 0
     (written,) = (whole / "evaluations").iterdir()
-    final = json.loads((whole / "per_mode_deploy.json").read_text())
-    k, n = json.loads(written.read_text())["sides"]["deployed"]["hack"]
+    final = loaded(whole / "per_mode_deploy.json")
+    k, n = loaded(written)["sides"]["deployed"]["hack"]
     assert (k / n, n) == (final["hack_deploy"], 6)
-    module.write_text(OWN_WORLD + "\n# changed\n", encoding="utf-8")
+    module.write_text(OWN_WORLD + "\n# changed\n")
     assert evaluate([path, "--trust-code", "--samples=2"]) == 0
     assert f"--env {name}:Env: not as it was when {path} was trained" in capsys.readouterr().out
     assert sample([path, "3", "--trust-code"]) == 0

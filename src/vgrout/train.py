@@ -63,7 +63,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     # spread evenly over the flaws
     val = splits.balanced("val", cfg.eval.eval_n_prompts)
     # hacks written beforehand, which fill up groups
-    demonstrations = Teacher.of_run(cfg, inputs.pool, policy, splits.train)
+    demonstrations = Teacher(cfg, inputs.pool, policy, splits.train)
     folder = run.path if ranks.first() else None
     if cfg.own_code:  # classes of somebody's own may draw random numbers while they are made
         seed_global_streams(cfg.run.seed, -1)  # as in a step before the first

@@ -454,9 +454,8 @@ def _print_answers(
         title = SIDES[side].title
         if side == "deployed" and not cfg.method.routes:
             title = "trained and deployed"
-        given = heldout.answers_to(
-            asked.messages, asked.problem, policy, side, cfg, samples, grader
-        )
+        task = asked.problem or asked
+        given = heldout.answers_to(task, policy, side, cfg, samples, grader)
         for number, (answer, verdict) in enumerate(given, 1):
             name = f"{title}, {number} of {samples}" if samples > 1 else title
             length = "" if answer.whole else ", cut at its longest"

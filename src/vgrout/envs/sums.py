@@ -72,10 +72,9 @@ class SumsEnvironment(TextEnvironment):
         test_rows: Sequence[TextTask] = (),
         absent: Sequence[str] = (),
     ) -> None:
-        questions = [task_of(row) for row in rows]
         super().__init__(
             cfg,
-            questions,
+            [task_of(row) for row in rows],
             [task_of(row) for row in test_rows],
             absent,
             proxy=f"{__name__}:flawed",

@@ -357,9 +357,6 @@ def _row(record: object, where: str, place: int) -> TextTask:
         )
     if not isinstance(columns.get("answer", ""), str):
         raise Refused(f"{where}: 'answer' should be text, a right answer")
-    for name, value in columns.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise Refused(f"{where}: {name!r} is {value}, no number")
     return TextTask(number, messages, flaw, split, columns, where)
 
 

@@ -451,7 +451,7 @@ def from_json(text: str | bytes, where: str) -> Json:
 
 
 def numbered_lines(
-    path: Path, wanted: Callable[[str], object] = bool
+    path: Path,
 ) -> Iterator[tuple[str, Json]]:
     """("FILE, line N", its value) of every line of a JSONL file that is not blank. Only a newline ends a line: U+2028
     and its like may stand in a string. The file is read line by line. Raises as `read_text` and `from_json` do.
@@ -461,7 +461,7 @@ def numbered_lines(
     try:
         with open(path, encoding="utf-8-sig", opener=regular) as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip() and wanted(line):
+                if line.strip():
                     where = f"{path}, line {number}"
                     yield where, from_json(line, where)
     except Refused:
@@ -562,10 +562,10 @@ def restore_inherited(signals: Collection[int] = (signal.SIGCHLD,)) -> None:
             setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 as long as the process
 
 
-def json_lines(path: Path, wanted: Callable[[str], object] = bool) -> Iterator[Json]:
+def json_lines(path: Path) -> Iterator[Json]:
     """The values alone, of a run's file; none if there is no such file."""
     if path.is_file():
-        for _, value in numbered_lines(path, wanted):
+        for _, value in numbered_lines(path):
             yield value
 
 

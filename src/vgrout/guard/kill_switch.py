@@ -79,16 +79,9 @@ def kl_token_trust_filter(logratio_sq_half: Any, threshold: float = 0.08) -> Any
     return (logratio_sq_half <= threshold) ^ True
 
 
-def as_number(x: Any, name: str) -> float:
-    """A plain number: of a numpy scalar, an array or a tensor of one number, also one with a gradient.
-
-    Raises:
-        ValueError: it is not one number; the message has its name.
-    """
-    try:
-        return float(x.item() if hasattr(x, "item") else x)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"guard: {name} {x!r}: should be one number") from None
+def as_number(x: Any) -> float:
+    """A plain number: of a numpy scalar, an array or a tensor of one number, also one with a gradient."""
+    return float(x.item() if hasattr(x, "item") else x)
 
 
 def standard_error(share: float, n: int) -> float:
@@ -168,7 +161,7 @@ class HeldOutGuard:
         self.ema_alpha = cfg.ema_alpha
         self.rise_eps = rise_eps
         self.baseline = baseline
-        self._state = _State(as_number(cfg.kl_hard_stop, "kl_hard_stop"))
+        self._state = _State(as_number(cfg.kl_hard_stop))
 
     def update(
         self,
@@ -196,15 +189,14 @@ class HeldOutGuard:
                 the score's standard error counts as a fall.
 
         Raises:
-            ValueError: what should be a number is none, n < 1, or a score over n answers that is no
-                share of them.
+            ValueError: n < 1, or a score over n answers that is no share of them.
         """
-        round_idx = int(as_number(round_idx, "round_idx"))
+        round_idx = int(as_number(round_idx))
         given = {"in_loop_reward": in_loop_reward, "heldout_score": heldout_score}
         optional = {"kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std}
         given |= {name: x for name, x in optional.items() if x is not None}
-        measured = {name: as_number(x, name) for name, x in given.items()}
-        n = None if n is None else int(as_number(n, "n"))
+        measured = {name: as_number(x) for name, x in given.items()}
+        n = None if n is None else int(as_number(n))
         not_finite = [name for name, x in measured.items() if not math.isfinite(x)]
         held_out = measured["heldout_score"]
         if n is not None and not not_finite and not (n >= 1 and 0 <= held_out <= 1):
@@ -256,7 +248,7 @@ class HeldOutGuard:
 
     @kl_hard_stop.setter
     def kl_hard_stop(self, limit: float) -> None:
-        limit = as_number(limit, "kl_hard_stop")
+        limit = as_number(limit)
         if not 0 < limit < math.inf:
             raise ValueError(f"guard: kl_hard_stop {limit}: should be a positive number")
         self._state.kl_hard_stop = limit
@@ -346,8 +338,8 @@ class HeldOutGuard:
             ValueError: an empty list, a value that is negative or not finite, or a factor that is
                 not positive.
         """
-        values = [as_number(x, "baseline_kls") for x in baseline_kls]
-        factor = as_number(factor, "factor")
+        values = [as_number(x) for x in baseline_kls]
+        factor = as_number(factor)
         if not values:
             raise ValueError("calibrate_kl_threshold: no value; give a healthy run's KLs")
         if not all(0 <= x < math.inf for x in values) or not 0 < factor < math.inf:
@@ -364,8 +356,5 @@ class HeldOutGuard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        last = dict(state["last"])
-        if "round_idx" in last:  # of older versions
-            last["step"] = last.pop("round_idx")
         self._state = _State(**state)
-        self._state.last = TripwireStatus(**last)
+        self._state.last = TripwireStatus(**state["last"])

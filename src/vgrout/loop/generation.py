@@ -3,7 +3,7 @@
 Training, evaluation, pools, distillation, preference rounds and `vgrout sample` come here:
 
 - `sample_and_submit` samples; each answer's grade is on its way when it returns.
-- `graded` waits for these grades; `sample_and_grade` does both.
+- `graded` waits for these grades.
 - `generate_graded` goes through many problems batch by batch, with a log from which a killed process goes on.
 
 An answer is graded, without its thought, while others are still being sampled. A grader that fails is asked again by
@@ -54,12 +54,12 @@ class Submitted:
     problem: Task
     sample: int  # which of the problem's completions: 0 … n − 1
     rollout: Rollout
-    verdict: Future[Verdict] | None  # None: another rank has it
+    verdict: Future[Verdict] | None  # None: another rank has it, or nothing grades it
 
 
 def sample_and_submit(
     lm: LanguageModel,
-    grader: Grader,
+    grader: Grader | None,
     problems: Sequence[Task],
     n: int | Sequence[int],
     *,
@@ -72,7 +72,7 @@ def sample_and_submit(
     """n completions (or n[p]) of each problem by the model as it is, in the problems' order.
 
     stream: a named CPU stream of random numbers. deployed: whether the model is the deployed one.
-    on_completion: called as each one ends.
+    on_completion: called as each one ends. grader: None: nothing is graded.
     """
     verdicts: dict[tuple[int, int], Future[Verdict]] = {}
     prompts = [lm.render(problem.messages) for problem in problems]
@@ -84,7 +84,7 @@ def sample_and_submit(
         given = to_grade(completion.text, in_thought[p], lm.marks)
         if grader_of_groups is not None:
             held.setdefault(p, {})[i] = given
-        else:
+        elif grader is not None:
             verdicts[p, i] = grader.submit(problems[p], given)
         if on_completion is not None:
             on_completion()
@@ -99,18 +99,13 @@ def sample_and_submit(
     submitted: list[list[Submitted]] = []
     for p, completions in enumerate(sampled):
         of_problem: list[Submitted] = []
-        for i, sampled_one in enumerate(completions):
-            completion = with_thought(lm, sampled_one, in_thought[p])
+        for i, one in enumerate(completions):
+            thought = thought_of(lm.decode, one.ids, one.text, in_thought[p], lm.marks)
+            completion = replace(one, thought=thought)
             rollout = Rollout.of(prompts[p], completion, deployed=deployed)
             of_problem.append(Submitted(problems[p], i, rollout, verdicts.get((p, i))))
         submitted.append(of_problem)
     return submitted
-
-
-def with_thought(lm: LanguageModel, completion: Completion, in_thought: bool) -> Completion:
-    """A sampled completion with the thought that it begins with. in_thought: the prompt has opened the thought."""
-    thought = thought_of(lm.decode, completion.ids, completion.text, in_thought, lm.marks)
-    return replace(completion, thought=thought)
 
 
 def graded(submitted: Sequence[Sequence[Submitted]]) -> list[list[GradedAnswer]]:
@@ -134,34 +129,6 @@ def graded(submitted: Sequence[Sequence[Submitted]]) -> list[list[GradedAnswer]]
             )
         with_grades.append(given)
     return with_grades
-
-
-def sample_and_grade(
-    lm: LanguageModel,
-    grader: Grader,
-    problems: Sequence[Task],
-    n: int,
-    *,
-    sampling: Sampling,
-    max_new: int,
-    stream: torch.Generator,
-    on_completion: Callable[[], object] | None = None,
-) -> list[GradedAnswer]:
-    """n graded answers to each problem, in the order of the problems, then of their samples.
-
-    stream, on_completion: as in `sample_and_submit`.
-    """
-    submitted = sample_and_submit(
-        lm,
-        grader,
-        problems,
-        n,
-        sampling=sampling,
-        max_new=max_new,
-        stream=stream,
-        on_completion=on_completion,
-    )
-    return [answer for of_problem in graded(submitted) for answer in of_problem]
 
 
 # ── many answers, with a log

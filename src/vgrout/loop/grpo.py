@@ -74,10 +74,10 @@ def policy_gradients(
     teacher_model: a model with the same vocabulary, needed for --teacher-tau.
     """
     adapter = policy.adapter
-    # without padding, and with what several rows begin with computed once (layout.py)
-    packs = policy.packs and (teacher_model is None or teacher_model.packs)
+    if teacher_model is not None and not teacher_model.packs:
+        policy = replace(policy, packs=False)
     merged = Merged([*batch.rows], {})
-    if packs:
+    if policy.packs:
         merged = merge_twins(batch.rows)
     N = 0
     for row in batch.rows:
@@ -97,7 +97,7 @@ def policy_gradients(
         if deployed:
             view = adapter.deployed()
         with view, per_rollout_grads(adapter, N) as collected:
-            _backward(own_rows, collected, tally, policy, cfg, norm, teacher_model, packs)
+            _backward(own_rows, collected, tally, policy, cfg, norm, teacher_model)
         g += collected.flat
     _divide_among_twins(g, merged.twins)
     metrics = tally.metrics()
@@ -145,18 +145,17 @@ def _backward(
     cfg: Config,
     norm: Norm,
     teacher_model: LanguageModel | None,
-    packs: bool,
 ) -> None:
     """Add the gradients of these rows to `collected`, and what is measured on the way to `tally`."""
     portions = [Portion(rows, None)]
-    if packs:
+    if policy.packs:
         portions = prompts_apart(policy, rows)
     for portion in portions:
         prefixes = portion.prefixes
         if prefixes is not None:
             prefixes.read(policy.model, backbone(policy.model), collected.announce)
-        for part in micro_batches(portion.rows, policy.budget.tokens, packs, prefixes):
-            batch = as_batch(policy, part, packs, prefixes)
+        for part in micro_batches(policy, portion.rows, prefixes):
+            batch = as_batch(policy, part, prefixes)
             # said before the forward: which row of g each token adds to
             collected.announce(pieces_of(batch, [row.row_of_g for row in part]), batch.tokens)
             x = loss_input(policy, part, batch, cfg, norm, teacher_model)
@@ -211,7 +210,7 @@ def loss_input(
             # The prompts in `batch` were run through this policy, and another model needs them in its own batch.
             # No gradient is taken here, so all rows may have one row of g, and share what they begin with.
             on_one_row = [replace(row, row_of_g=0) for row in rows]
-            batch = as_batch(policy, on_one_row, packs=True)
+            batch = as_batch(policy, on_one_row)
         if loss.beta:
             with policy.adapter.reference():
                 logp_ref = completion_logprobs(policy.model, batch)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -20,7 +21,7 @@ from vgrout.ground.io import Interrupted
 from vgrout.ground.metrics import Eval, Final, spaced
 from vgrout.ground.rng import torch_stream
 from vgrout.ground.thoughts import to_grade
-from vgrout.loop.generation import sample_and_grade, with_thought
+from vgrout.loop.generation import graded, sample_and_submit
 from vgrout.model.load import load
 from vgrout.model.load.saved import Saved
 from vgrout.model.load.source import is_small
@@ -55,7 +56,7 @@ def answers(
     The stream depends on (seed, purpose, step) only: sides share their noise, so their difference is less noisy than
     either, and training never sees it.
     """
-    return sample_and_grade(
+    submitted = sample_and_submit(
         lm,
         grader,
         problems,
@@ -65,6 +66,7 @@ def answers(
         stream=torch_stream(cfg.run.seed, purpose, step),
         on_completion=on_completion,
     )
+    return [answer for of_problem in graded(submitted) for answer in of_problem]
 
 
 def answers_of_base(
@@ -195,44 +197,34 @@ def score(
             yield shown.update
 
     given = answers_by_side(policy, grader, cfg, problems, samples, bar)
-    return {side: Eval.of(graded, flaws) for side, graded in given.items()}
+    return {side: Eval.of(of_side, flaws) for side, of_side in given.items()}
 
 
 def answers_to(
-    messages: tuple[Message, ...],
-    problem: Task | None,
+    task: Any,
     policy: Policy,
     side: Side,
     cfg: Config,
     n: int,
     grader: Grader | None,
 ) -> list[tuple[Completion, Verdict | None]]:
-    """n answers by one of a run's models, each with its verdict; None: the prompt is no problem, or nothing grades it.
+    """n answers by one of a run's models, each with its verdict; None: nothing grades it. task: it has messages.
 
     Every model gets the same random numbers: what differs is the model.
     """
-    stream = torch_stream(cfg.run.seed, "sample-command", 0)
-    max_new = cfg.scale.max_new
-    given: list[tuple[Completion, Verdict | None]] = []
     with as_side(policy, side):
-        if problem is None or grader is None:
-            prompt = policy.render(messages)
-            in_thought = policy.opens_thought(messages)
-            (completions,) = sampler.sample(policy, [prompt], n, cfg.sampling, max_new, stream)
-            for completion in completions:
-                given.append((with_thought(policy, completion, in_thought), None))
-            return given
-        graded = sample_and_grade(
+        (submitted,) = sample_and_submit(
             policy,
             grader,
-            [problem],
+            [task],
             n,
             sampling=cfg.sampling,
-            max_new=max_new,
-            stream=stream,
+            max_new=cfg.scale.max_new,
+            stream=torch_stream(cfg.run.seed, "sample-command", 0),
         )
-        for answer in graded:
-            given.append((answer.completion, answer.grade))
+    given: list[tuple[Completion, Verdict | None]] = []
+    for one in submitted:
+        given.append((one.rollout, one.verdict.result() if one.verdict else None))
     return given
 
 

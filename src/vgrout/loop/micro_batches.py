@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vgrout.ground.data import UpdateRow
-from vgrout.model.layout import Packed, batches, pack, padded_batches
-from vgrout.model.logprobs import PaddedBatch, collate
+from vgrout.model.layout import Packed
+from vgrout.model.logprobs import PaddedBatch
 from vgrout.model.policy import LanguageModel
 from vgrout.model.prefixes import SharedPrefixes
 
@@ -129,47 +129,27 @@ def _in_parts(prompts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenI
 
 
 def micro_batches(
+    policy: LanguageModel,
     rows: Sequence[UpdateRow],
-    budget: int,
-    packs: bool,
     prefixes: SharedPrefixes | None = None,
 ) -> list[list[UpdateRow]]:
-    """Divide rows into micro-batches, one forward each.
-
-    With packing, rows that share a prompt are together, long ones first; with padding, rows of similar length.
-
-    budget: tokens that a micro-batch may have, unless it is a single row. prefixes: those that were run forward before;
-    their tokens count, too.
-    """
-    if packs:
-        left = budget
-        if prefixes is not None:
-            left = max(1, budget - len(prefixes.ids))
-        rows_of_g = [row.row_of_g for row in rows]
-        divided = batches(rows_of_g, *_tokens(rows), left, prefixes)
-    else:
-        lengths = [row.tokens for row in rows]
-        divided = padded_batches(lengths, budget)
-    return [[rows[i] for i in indices] for indices in divided]
+    """Divide rows into micro-batches, one forward each, of the budget's tokens. prefixes: those that were run forward
+    before; their tokens count, too."""
+    left = policy.budget.tokens
+    if prefixes is not None:
+        left = max(1, left - len(prefixes.ids))
+    rows_of_g = [row.row_of_g for row in rows]
+    parts = policy.parts(*_tokens(rows), rows_of_g, left, prefixes)
+    return [[rows[i] for i in part] for part in parts]
 
 
 def as_batch(
     policy: LanguageModel,
     rows: Sequence[UpdateRow],
-    packs: bool,
     prefixes: SharedPrefixes | None = None,
 ) -> PaddedBatch | Packed:
     """Lay out the rows' tokens as the model reads them: packed, or padded."""
-    tokens = _tokens(rows)
-    if not packs:
-        return collate(*tokens, policy.device)
-    return pack(
-        [row.row_of_g for row in rows],
-        *tokens,
-        policy.device,
-        policy.model.dtype,
-        prefixes,
-    )
+    return policy.batch(*_tokens(rows), [row.row_of_g for row in rows], prefixes)
 
 
 def _tokens(rows: Sequence[UpdateRow]) -> Tokens:

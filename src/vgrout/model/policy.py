@@ -31,6 +31,7 @@ from vgrout.model.logprobs import (
     in_chunks,
     vocabulary,
 )
+from vgrout.model.prefixes import SharedPrefixes
 from vgrout.model.sampling.decoder import Decoder, HfDecoder, LeanDecoder
 from vgrout.model.svd_adapter import SvdAdapter
 
@@ -177,28 +178,41 @@ class LanguageModel:
         tokens: the most of a batch; 0: the usual budget.
         """
         rows_of_g = rows_of_g or [0] * len(prompts)
-        tokens = tokens or self.budget.tokens
-        if self.packs:
-            parts = batches(rows_of_g, prompts, completions, tokens)
-        else:
-            lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-            parts = padded_batches(lengths, tokens)
-        for part in parts:
+        for part in self.parts(prompts, completions, rows_of_g, tokens or self.budget.tokens):
             own_prompts = [prompts[i] for i in part]
             own_completions = [completions[i] for i in part]
             yield part, self.batch(own_prompts, own_completions, [rows_of_g[i] for i in part])
+
+    def parts(
+        self,
+        prompts: Sequence[TokenIds],
+        completions: Sequence[TokenIds],
+        rows_of_g: Sequence[int],
+        tokens: int,
+        prefixes: SharedPrefixes | None = None,
+    ) -> list[list[int]]:
+        """The indices of rows that are one batch, long ones first.
+
+        Packed, rows that share a prompt are together; padded, rows of similar length. tokens: the most of a batch that
+        is not a single row. prefixes: as for `pack`.
+        """
+        if self.packs:
+            return batches(rows_of_g, prompts, completions, tokens, prefixes)
+        lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+        return padded_batches(lengths, tokens)
 
     def batch(
         self,
         prompts: Sequence[TokenIds],
         completions: Sequence[TokenIds],
         rows_of_g: Sequence[int] | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> PaddedBatch | Packed:
-        """All rows as one batch, as `batches` makes them."""
+        """All rows as one batch, as `batches` makes them. prefixes: as for `pack`."""
         if not self.packs:
             return collate(prompts, completions, self.device)
         rows_of_g = rows_of_g or [0] * len(prompts)
-        return pack(rows_of_g, prompts, completions, self.device, self.model.dtype)
+        return pack(rows_of_g, prompts, completions, self.device, self.model.dtype, prefixes)
 
     def attention(self) -> dict[str, str]:
         """The kernel of each phase, for run.json.

@@ -309,37 +309,20 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
 
 
 def require_of_one_run(run: FinishedRun) -> None:
-    """Compare what the files of a folder say of their run: it may be a copy in part, or hold files of another one.
-
-    Older runs say less of themselves. rollouts.jsonl, which is large, may have been removed.
+    """Compare a folder's files with what per_mode_deploy.json says of them: it may be a copy in part, or hold files of
+    another run. Older runs say nothing. rollouts.jsonl, which is large, may have been removed.
 
     Raises:
         Refused: two files contradict each other.
         OSError: a file is missing.
     """
-    final, cfg = run.final, run.cfg
-    own = {
-        "run": run.record.get("tracker_id"),
-        "seed": cfg.run.seed,
-        "intervention": cfg.method.intervention,
-        "control": cfg.method.control_name,
-        "steps": cfg.scale.steps,
-        "steps_done": len(run.steps),
-    }
-    for name, value in own.items():
-        if final.get(name, value) != value:
-            raise Refused(f"per_mode_deploy.json: {name} {final[name]}, where the run has {value}")
-    for name, digest in final.get("files", {}).items():
+    own = run.record.get("tracker_id")
+    if run.final.get("run", own) != own:
+        raise Refused(f"per_mode_deploy.json: run {run.final['run']}, where the run has {own}")
+    for name, digest in run.final.get("files", {}).items():
         file = run.path / name
         if (name != "rollouts.jsonl" or file.exists()) and file_sha256(file) != digest:
             raise Refused(f"{name}: not as the run left it")
-    for key, side in SIDES.items():
-        if f"n_{key}" in final:
-            answered_as = "deployed" if run.is_as_deployed(key) else side
-            answers = run.answers[run.answers.side == answered_as]
-            for what, hits in (("hack", answers.flaw.notna()), ("solve", answers.solved)):
-                if run.counted(key, what) != Rate(int(hits.sum()), len(hits)):
-                    raise Refused(f"final.jsonl: other answers than {what}_{key} counts")
 
 
 def _read_steps(file: Path) -> DataFrame:

@@ -4,7 +4,6 @@ import base64
 import gzip
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +24,6 @@ FLAGS = ("hacked", "solved", "passed", "finished", "deployed", "gt_pass", "chann
 STORED = ("marker", "prompt", "thought", "text")
 NUMBERS = ("reward", "advantage", "gate")
 COLUMNS = ("run", "part", "step", "mode", "problem", *STORED, "flags", *NUMBERS)
-# A line's first number of a step or a problem: what its group is known by.
-GROUP = re.compile(r'"(?:step|problem_id)": (\d+)')
 
 
 def pack(found: Sequence[Condition], limit: int) -> dict[str, Any]:
@@ -90,27 +87,14 @@ def _count(run: FinishedRun) -> int:
 
 
 def _answers(run: FinishedRun, every: int) -> Iterator[tuple[str, dict[str, Json]]]:
-    """Yield the answers of every `every`-th step and final problem, each with its part.
-
-    Lines of other groups are not parsed, which is what takes the time.
-    """
+    """Yield the answers of every `every`-th step and final problem, each with its part."""
+    for answer in json_lines(run.path / "rollouts.jsonl"):
+        if answer["step"] % every == 0:
+            yield "training", answer
     places: dict[int, int] = {}  # of the final evaluation's problems
-
-    def of_step(line: str) -> bool:
-        return _group(line) % every == 0
-
-    def of_problem(line: str) -> bool:
-        return places.setdefault(_group(line), len(places)) % every == 0
-
-    for answer in json_lines(run.path / "rollouts.jsonl", of_step):
-        yield "training", answer
-    for answer in json_lines(run.path / "final.jsonl", of_problem):
-        yield answer["side"], answer
-
-
-def _group(line: str) -> int:
-    found = GROUP.search(line)
-    return int(found[1]) if found else 0
+    for answer in json_lines(run.path / "final.jsonl"):
+        if places.setdefault(answer["problem_id"], len(places)) % every == 0:
+            yield answer["side"], answer
 
 
 def _row(part: str, answer: dict[str, Json], modes: Sequence[str]) -> dict[str, object]:

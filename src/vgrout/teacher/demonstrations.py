@@ -22,55 +22,34 @@ from vgrout.teacher.pools import Demonstration, Pool
 class Teacher:
     """Draws demonstrations from a pool; with `pool=None` there are none."""
 
-    @classmethod
-    def of_run(
-        cls, cfg: Config, pool: Pool | None, lm: LanguageModel, problems: Sequence[Task]
-    ) -> "Teacher":
-        """The demonstrations of a run with these training problems. Raises Refused as below."""
-        return cls(
-            pool if cfg.mixes else None,
-            lm,
-            problems,
-            per_group=cfg.n_teacher,
-            seed=cfg.run.seed,
-            off_step=cfg.env.teacher_off_step,
-            modes=cfg.env.demo_modes,
-            max_new=cfg.scale.max_new,
-        )
-
     def __init__(
         self,
+        cfg: Config,
         pool: Pool | None,
         lm: LanguageModel,
         problems: Sequence[Task],
-        *,
-        per_group: int,
-        seed: int,
-        off_step: int | None,
-        modes: Sequence[str],
-        max_new: int,
-    ):
+    ) -> None:
         """Check that the pool demonstrates these problems, and compare its prompts with today's.
 
         Cached token ids are used if the model's tokenizer made them; else the completion's text is
         tokenised again.
 
+        Completions longer than --max-new are left out, since what is left of one that is cut need
+        not earn its reward.
+
         lm: only its tokenizer and chat template are used. problems: the training problems.
-        per_group: demonstrations in a group, G_t. off_step: from this step on there are none.
-        modes: demonstrate problems of these modes alone; empty: all. max_new: longer completions
-        are left out, since what is left of one that is cut need not earn its reward.
 
         Raises:
             Refused: a pool that demonstrates none of these problems, or under other modes, or has
                 no usable tokens.
         """
-        self.pool = pool
+        self.pool = pool if cfg.mixes else None
         self.lm = lm
-        self.per_group = per_group
-        self.seed = seed
-        self.off_step = off_step
-        self.modes = set(modes)
-        self.max_new = max_new
+        self.per_group = cfg.n_teacher  # demonstrations in a group, G_t
+        self.seed = cfg.run.seed
+        self.off_step = cfg.env.teacher_off_step  # from this step on there are none
+        self.modes = set(cfg.env.demo_modes)  # the problems of these alone; empty: all
+        self.max_new = cfg.scale.max_new
         self.retokenised = False
         self.compared = 0  # prompts of the pool that were compared with today's
         self.differ: list[int] = []  # ids of the problems whose prompts are not the same
@@ -78,7 +57,7 @@ class Teacher:
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
         # problem id → which of its demonstrations are used
         self._used: dict[int, list[int]] = {}
-        if pool is None or not per_group:
+        if self.pool is None or pool is None:
             return
         self.retokenised = pool.tokenizer_sha256 != lm.tokenizer_sha256
         demonstrated = [p for p in problems if p.id in pool.demos and self._is_wanted(p)]
@@ -171,7 +150,7 @@ class Teacher:
 
     def record(self) -> dict[str, Any] | None:
         """Where labels, tokens and prompts come from, for run.json; None without demonstrations."""
-        if self.pool is None or not self.per_group:
+        if self.pool is None:
             return None
         return {
             "folder": str(self.pool.folder),
