@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-from typing import Any
 
 CHROMIUM = next(
     (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))),
@@ -48,7 +47,7 @@ class Browser:
         os.close(browser_out)
         self.read, self.write = os.fdopen(answers, "rb"), os.fdopen(commands, "wb")
         self.sent, self.buffer = 0, b""
-        self.events: list[dict[str, Any]] = []
+        self.events = []
         (target,) = [
             t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
         ]

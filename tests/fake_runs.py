@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from vgrout.config.presets import resolve
 from vgrout.envs.code.modes import DEALT
@@ -54,7 +53,7 @@ def fake_run(
         "hashes": {"base_weights": final.pop("weights", "0" * 64)} | final.pop("hashes", {}),
     }
     rates = {f"hack_{s}": hack for s in SIDES} | {f"solve_{s}": solve for s in SIDES}
-    deploy: dict[str, Any] = {"seed": cfg.run.seed, "eval_n": n, **rates, **final}
+    deploy = {"seed": cfg.run.seed, "eval_n": n, **rates, **final}
     mode = {
         f"{side}_{what}": deploy[f"{what}_{side}"] for side in SIDES for what in ("hack", "solve")
     }

@@ -59,7 +59,7 @@ def record(*names):
             "versions": versions(),
         }
         text = f'{json.dumps(head, indent=1).removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n'
-        (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")
+        (FOLDER / f"{name}.json").write_text(text)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 Answer = Callable[[str], str]  # of the last message's text
 
@@ -39,8 +38,8 @@ class JudgeServer(ThreadingHTTPServer):
     def __init__(self, answer, fault=""):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answer, self.fault = answer, fault
-        self.asked: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
+        self.asked = []
+        self.headers = []
         self.at_once, self.most_at_once, self.lock = 0, 0, threading.Lock()
         self.closing = threading.Event()
 

@@ -4,7 +4,6 @@ import math
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import torch
@@ -304,13 +303,13 @@ def toy(
     usual = {"seed": 7} | ({"quarantine": "shared"} if intervention == "route2" else {})
     cfg, spans = config(intervention, **usual | flags), spans_of(sizes)
     direction = direction or toy_direction(sizes=sizes)
-    kind: Any = class_of(INTERVENTIONS[intervention])
-    monitor: Any = class_of(MONITORS[cfg.method.monitor_name])
+    kind = class_of(INTERVENTIONS[intervention])
+    monitor = class_of(MONITORS[cfg.method.monitor_name])
     own, watching = {}, Monitor()
     if kind.spec.has_direction:
         own["direction"] = LiveDirection(cfg, spans, direction, first_axes, again=again)
     if monitor.spec.reads == "gradients":
-        how: dict[str, Any] = {
+        how = {
             "keeps_modules": True,
             "signed": monitor.spec.signs_random,
             "again": again,

@@ -5,11 +5,12 @@
 executes each of them and stores what its cells show.
 """
 
-import json
 import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from files import loaded
 
 if TYPE_CHECKING:
     pass
@@ -20,7 +21,7 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 def code_cells(notebook):
     """The sources of its cells of code, in order."""
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    cells = loaded(notebook)["cells"]
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 

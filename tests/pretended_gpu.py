@@ -83,7 +83,7 @@ class PretendedGpu:
 
     def call(self, operator, args, kwargs):
         """An operation of torch, below autograd."""
-        name: str = operator._schema.name
+        name = operator._schema.name
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         given = any(isinstance(x, OnGpu) for x in tensors)
         result = given
@@ -191,7 +191,7 @@ class _Functions(TorchFunctionMode):
         return function(*map(_numbered, args), **{name: _numbered(x) for name, x in kwargs.items()})
 
 
-_current: list[PretendedGpu] = []
+_current = []
 
 
 def _now():
@@ -281,7 +281,7 @@ class Graph:
 
 def graphs_that_run_again(monkeypatch):
     """Stand-ins for CUDA's graphs from here on; those that are made."""
-    made: list[Graph] = []
+    made = []
 
     def captured(self, n):
         before = self.cache.next.clone(), self.position.clone()

@@ -1,7 +1,5 @@
 """Which of several like cases are quick tests."""
 
-from typing import Any
-
 import pytest
 
 
@@ -14,7 +12,7 @@ def one_in(n, cases):
 def first_quick(cases, n=1):
     """The cases of a parametrized test, those behind the first n marked `long`: they differ in little, and cost as
     much. A case of several arguments is a tuple."""
-    params: list[Any] = []
+    params = []
     for i, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
         params.append(pytest.param(*values, marks=pytest.mark.long if i >= n else ()))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from files import loaded
 from vgrout.commands.distill import main as distill
 from vgrout.commands.iterative_dpo import main as iterative_dpo
 from vgrout.config.presets import PRESETS
@@ -52,7 +53,7 @@ DISTILLED = (
     "--eval-n-prompts 2 --final-n-prompts 6"
 ).split()
 # Distillation of `teach`'s adapter and rounds of DPO: name → command line.
-IMITATIONS: dict[str, list[str]] = {
+IMITATIONS = {
     "distill-minillm": [*DISTILLED, *"--minillm-teacher-mix-ratio 0 --eval-every 2".split()],
     "distill-minillm-mixed": DISTILLED,
     "distill-minillm-full": [*DISTILLED, "--full"],
@@ -75,7 +76,7 @@ EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")
 
 def once(argv):
     """The same command line with each flag's last value alone: tests put their own behind a small run's."""
-    found: dict[str, list[str]] = {"": []}
+    found = {"": []}
     name = ""
     for word in argv:
         if word.startswith("--"):
@@ -175,7 +176,7 @@ def only_run(folder):
 
 def status(path):
     """A run's status.json."""
-    return json.loads((path / "status.json").read_text())
+    return loaded(path / "status.json")
 
 
 def until(condition, seconds=300.0):
@@ -232,8 +233,5 @@ def imitation_rows(path):
     """A distillation's rows and its sides at the end; of DPO each round's metrics, the first before any round."""
     if (path / "plan.json").exists():
         files = [path / "before.json", *sorted(path.glob("round-*/metrics.json"))]
-        return [
-            {k: v for k, v in json.loads(f.read_text()).items() if k not in (*TIMES, "plan")}
-            for f in files
-        ]
-    return [*rows(path), json.loads((path / "final.json").read_text())["sides"]]
+        return [{k: v for k, v in loaded(f).items() if k not in (*TIMES, "plan")} for f in files]
+    return [*rows(path), loaded(path / "final.json")["sides"]]

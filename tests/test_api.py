@@ -35,7 +35,7 @@ def test_public_names():
     for name in vgrout.__all__:
         assert getattr(vgrout, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'train_model'"):
-        _ = vgrout.train_model  # ty: ignore[unresolved-attribute]
+        _ = vgrout.train_model
 
 
 @pytest.mark.long
@@ -53,7 +53,7 @@ def test_a_run_as_frames(shared_run, tmp_path):
     )
     assert run.plot()._repr_png_() == (run.path / "dynamics.png").read_bytes()
     (verdict,) = (line for line in repr(run).splitlines() if line.startswith("verdict: "))
-    title = (run.path / "summary.md").read_text(encoding="utf-8").partition("\n")[0]
+    title = (run.path / "summary.md").read_text().partition("\n")[0]
     assert verdict.removeprefix("verdict: ") in title
     with pytest.raises(ValueError, match=r"no run\.json in it"):
         vgrout.load_run(tmp_path)
@@ -69,12 +69,11 @@ def test_a_run_as_frames(shared_run, tmp_path):
         ({"model": "organism", "problems": "x.jsonl"}, "--problems x.jsonl: no such file"),
     ],
 )
-def test_a_refused_call_starts_nothing(flags, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_refused_call_starts_nothing(flags, message, here):
     with pytest.raises(ValueError, match=message) as refused:
         vgrout.train_run("smoke", **flags)
     assert "\n" not in str(refused.value)
-    assert not list(tmp_path.glob("out/runs/*"))
+    assert not list(here.glob("out/runs/*"))
 
 
 def test_keywords_are_a_command_line():
@@ -102,9 +101,8 @@ def test_keywords_are_a_command_line():
     ),
     ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else str(x),
 )
-def test_a_run_that_failed_says_why(code, raised, tmp_path, monkeypatch):
+def test_a_run_that_failed_says_why(code, raised, here, monkeypatch):
     """Whatever ended the run is the cause of RunFailed, and its code that of the command."""
-    monkeypatch.chdir(tmp_path)
 
     def fails(*_):
         raise raised
@@ -141,7 +139,7 @@ def test_a_quiet_run_prints_nothing(tmp_path, monkeypatch, capfd, shared_run):
     )
     assert capfd.readouterr() == ("", "")
     (log,) = Path("logs").iterdir()
-    assert "verdict: " in log.read_text(encoding="utf-8")
+    assert "verdict: " in log.read_text()
     assert run.status["state"] == "finished"
 
 
@@ -170,7 +168,7 @@ def test_a_run_is_shown_whatever_its_files_say(file, text, said, tmp_path):
     if text is None:
         (path / file).unlink()
     else:
-        (path / file).write_text(text, encoding="utf-8")
+        (path / file).write_text(text)
     shown = repr(vgrout.load_run(path))
     assert said in shown
     assert not {"\x1b", "\u202e"} & set(shown)
@@ -195,8 +193,7 @@ def test_a_plot_needs_steps_and_no_final_evaluation(tmp_path):
         vgrout.load_run(path).plot()
 
 
-def test_the_example_reads_a_sweep_whose_runs_lie_elsewhere(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_example_reads_a_sweep_whose_runs_lie_elsewhere(here, monkeypatch, capsys):
     run = fake_run(Path("out/runs"), "--intervention=none")
     Path("out/sweeps/two").mkdir(parents=True)
     runs = [

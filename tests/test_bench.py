@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks import gpu, real, rig, step, trl_peer
-from benchmarks.__main__ import main
 from benchmarks.gpu_peer import Contestant
 from benchmarks.measure import Figure, Ratio, interleaved, page
 from benchmarks.rig import Load
@@ -31,7 +30,7 @@ def test_ratios_are_of_pairs():
 
 
 def test_contestants_take_turns_and_the_first_round_does_not_count():
-    calls: list[str] = []
+    calls = []
     seconds = interleaved(
         {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, "turns"
     )
@@ -110,9 +109,8 @@ def test_the_bench_of_a_gpu_from_end_to_end(monkeypatch, capfd, warnings):
 
 
 @pytest.mark.long
-def test_a_run_takes_its_steps_when_asked(tmp_path, monkeypatch):
+def test_a_run_takes_its_steps_when_asked(here):
     """And learns from the problems that the peer gets."""
-    monkeypatch.chdir(tmp_path)
     argv = rig.command("none", "--threads=1", "--max-new=8")
     run = rig.Turns("none", argv)
     try:
@@ -133,9 +131,8 @@ def test_a_run_takes_its_steps_when_asked(tmp_path, monkeypatch):
     [lambda: step.run(quick=True), lambda: real.run(embedded.MODEL_DIR, "fp32")],
     ids=["step", "real"],
 )
-def test_no_run_waits_for_a_peer_that_fell_over(bench, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    closed: list[str] = []
+def test_no_run_waits_for_a_peer_that_fell_over(bench, here, monkeypatch):
+    closed = []
     own = lambda name, _: SimpleNamespace(take=lambda _: 1.0, close=lambda: closed.append(name))  # noqa: E731
     monkeypatch.setattr(rig, "Turns", own)
     monkeypatch.setattr(trl_peer, "libraries", dict)
@@ -143,28 +140,3 @@ def test_no_run_waits_for_a_peer_that_fell_over(bench, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         bench()
     assert {*closed} == {"none", "route2"}
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["grading", "--problems", "nowhere.jsonl"], "--problems nowhere.jsonl: no such file"),
-        (["real", "--model", "."], "without config.json"),
-        (["gpu"], "no CUDA device"),
-        (["step"], "is not installed; run `uv run --extra bench"),
-    ],
-)
-def test_what_is_missing_is_refused_in_one_line(
-    argv,
-    said,
-    capfd,
-    monkeypatch,
-    tmp_path,
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(__import__("sys").modules, "trl", None)
-    assert main(argv) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("E ")
-    assert said in line

@@ -11,7 +11,6 @@ from vgrout.ground.io import Refused, nearest
 
 def test_the_commands_list_names_every_preset():
     named = re.search(r"PRESET \((.*?)\)", COMMANDS["train"][1])
-    assert named is not None
     assert named[1].split(", ") == list(PRESETS)
 
 

@@ -10,7 +10,7 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_help_all_has_every_flag_and_every_name_with_its_line(
 ):
     shown = " ".join(printed(capsys, "mini", "--help-all").replace("│", " ").split())
     assert not [flag for flag in flag_names() if flag not in shown]
-    rows: dict[str, Any] = {**INTERVENTIONS, **MONITORS, **CONTROLS, **LOSSES}
+    rows = {**INTERVENTIONS, **MONITORS, **CONTROLS, **LOSSES}
     lines = {name: row.what for name, row in rows.items() if name != "none"}
     assert not [name for name, what in lines.items() if f"{name}: {what}" not in shown]
 

@@ -3,13 +3,13 @@
 import json
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from files import loaded
 from methods import (
     PLACEBO_PAIRS,
     TOY_PAIRS,
@@ -183,7 +183,7 @@ def policy(tmp_path_factory):
 @pytest.mark.parametrize("intervention", ALONG)
 def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy, intervention):
     method = make_method(setup(config(intervention, vhack_refresh_every=3), policy))
-    ages: list[Any] = []
+    ages = []
     with torch.no_grad():
         for n in range(6):
             ages.append(method.refresh(n))
@@ -212,7 +212,7 @@ def without(direction, module):
 @pytest.mark.parametrize("control", ["none", "placebo"])
 def test_a_direction_is_extracted_again_as_it_was_at_first(policy, control, monkeypatch):
     """On the pairs that it is of: a placebo's stays one."""
-    asked: list[Any] = []
+    asked = []
 
     def recorded(name):
         real = getattr(live_direction, name)
@@ -339,9 +339,7 @@ def test_every_control_runs_on_every_intervention_that_takes_it(control, shared_
             continue
         flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *more, "--monitor", monitor]
         path = program(here, *once(["smoke", "--intervention", intervention, *flags]))
-        run_json, final = (
-            json.loads((path / f"{name}.json").read_text()) for name in ("run", "per_mode_deploy")
-        )
+        run_json, final = (loaded(path / f"{name}.json") for name in ("run", "per_mode_deploy"))
         assert (
             run_json["control"]
             == final["control"]
@@ -386,8 +384,7 @@ def test_each_shipped_placebo_is_found_for_the_organism_and_for_other_models():
         assert shipped.method.control_name == f"placebo_{name}"
 
 
-def test_the_placebo_file_must_be_another_contrast(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_placebo_file_must_be_another_contrast(here, capsys):
     same = CodeEnvironment(resolve(["smoke"]), []).pairs_path
     assert main(["smoke", "--control", "placebo", "--placebo-pairs", str(same)]) == 2
     assert "these are the true pairs" in capsys.readouterr().err

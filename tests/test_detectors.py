@@ -1,8 +1,7 @@
 """Detectors on answers known beforehand, and on what they must refuse."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -75,12 +74,6 @@ def test_total_disagreement_halts_whatever_the_members_and_their_unit(n, low, wi
     assert ensemble_divergence(apart) == pytest.approx(largest_variance(n, low, high))
 
 
-def test_divergence_by_hand():
-    """Two members: variance of (0, 1) is 1/4, of (1, 1) is 0. Three: of (0, 0, 3) is 2."""
-    assert ensemble_divergence([[0, 1], [1, 1]]) == pytest.approx(0.125)
-    assert ensemble_divergence([[0], [0], [3]]) == pytest.approx(2)
-
-
 @pytest.mark.parametrize(
     ("call", "of", "why"),
     [
@@ -145,7 +138,7 @@ def test_advantage_collapse():
 
 # Each detector of the trainer, shown how bad a step is: 0 a healthy one, 1 the worst that its documentation allows.
 # info_rm: in units of the base policy's CSI. advantage: no group has signal. echo: nothing but one word.
-SHOWN: dict[str, Callable[[Any, float], DetectorReading]] = {
+SHOWN = {
     "info_rm": lambda d, x: d.update(1 + x / 2),
     "rm_ensemble": lambda d, x: d.update([[1.0] * 6, [1 - x] * 6]),
     "advantage": lambda d, x: d.update(int(4 * x), 4),

@@ -75,7 +75,7 @@ def autograd_rows(policy, side):
     """∂ nll / ∂δS per pair through W + U diag(δS) Vh, by autograd on the weights: g_i = Uᵀ (∂L/∂W) Vhᵀ, diagonal."""
     sites = policy.adapter.sites
     weights = [site.linear.weight for site in sites.values()]
-    rows: dict[str, list[torch.Tensor]] = {m: [] for m in sites}
+    rows = {m: [] for m in sites}
     for w in weights:
         w.requires_grad_(True)
     for pair in PAIRS.pairs:
@@ -391,12 +391,11 @@ def test_a_file_made_with_other_settings_is_refused_where_they_are_read(found, t
     assert resolve(["mini", "--intervention=route2"]).method.extraction is None
 
 
-def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
+def test_obtain_extracts_once_per_content(policy, here, monkeypatch):
     runs = []
     monkeypatch.setattr(
         f"{extract.__module__}.extract", lambda *a, **k: runs.append(1) or extract(*a, **k)
     )
-    monkeypatch.chdir(tmp_path)
     first = obtain(policy, PAIRS, None, 12, 0.0)
     again = obtain(policy, PAIRS, None, 12, 0.0)
     assert len(runs) == 1
@@ -433,22 +432,20 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_command_writes_the_direction(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_writes_the_direction(folder, here, capsys):
     common = ["--model", str(folder / "model"), "--pairs", str(folder / "toy.json")]
     assert main(common) == 0
     out = capsys.readouterr().out
     assert out.count("| model.layers.1.mlp.down_proj") == 1
     assert "by chance √(k/r) = 0.3" in out  # k = 8 of r = 64, some 32
-    (full,) = tmp_path.glob("out/vhack/v_hack_pairset_toy_*.safetensors")
+    (full,) = here.glob("out/vhack/v_hack_pairset_toy_*.safetensors")
     assert safetensors_head(full, "")[1]["dtype"] == "fp32"
 
 
 def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(
-    folder, tmp_path, monkeypatch, capsys
+    folder, here, monkeypatch, capsys
 ):
     """What the command writes finds the same direction again; the oracle's choice stays marked."""
-    monkeypatch.chdir(tmp_path)
     lines = []
     for i, pair in enumerate(PAIRS.pairs):
         for text, hack in ((pair.hack, True), (pair.clean, False)):
@@ -481,9 +478,8 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(
     ],
 )
 def test_the_command_refuses_before_the_model_is_loaded(
-    flags, complaint, capsys, tmp_path, monkeypatch
+    flags, complaint, capsys, here, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path)
     if not flags:
         Path("out").mkdir()
         Path("out/vhack").touch()

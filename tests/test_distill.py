@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
+from files import loaded
 from golden import FOLDER, differences, versions
 from runs import IMITATIONS, imitate, imitation_rows, program, status, teach
 from runs import rows as rows_of
@@ -257,7 +258,7 @@ def test_a_run_that_aligned_nothing_is_no_run_of_uld(tmp_path, monkeypatch, caps
     assert [row["aligned"] for row in rows_of(path)] == [0.0] * 4
     assert status(path)["state"] == "failed"
     assert "--uld-lambda 0" in status(path)["next"]
-    assert "NOTHING WAS ALIGNED" in (path / "summary.md").read_text(encoding="utf-8")
+    assert "NOTHING WAS ALIGNED" in (path / "summary.md").read_text()
     assert (path / "final.json").is_file()
     assert "Traceback" not in capsys.readouterr().err
 
@@ -314,7 +315,7 @@ def test_plan_only(here, adapter, capsys):
 @pytest.mark.parametrize("name", IMITATIONS)
 def test_golden(name, tmp_path):
     """DPO's rounds too."""
-    golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    golden = loaded(FOLDER / f"{name}.json")
     command = IMITATIONS[name]
     assert golden["command"][2:] == ["vgrout", *command]
     found = differences(imitation_rows(imitate(tmp_path, *command)), golden["rows"], "rows")
@@ -368,12 +369,12 @@ def test_resume_after_a_full_disk_matches_golden(name, tmp_path, monkeypatch, ca
         command if name == "dpo" else ["distill", "--resume", "latest", "--track", "tensorboard"]
     )
     assert imitate(tmp_path, *again) == path
-    golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    golden = loaded(FOLDER / f"{name}.json")
     assert not differences(imitation_rows(path), golden["rows"])
     steps = [row["step"] for row in rows_of(path)]
     assert steps == list(range(len(steps)))
     assert [step for step, _ in curve(events(path), "train/skipped")] == steps
-    (resumed,) = json.loads((path / "run.json").read_text())["resumed"]
+    (resumed,) = loaded(path / "run.json")["resumed"]
     assert resumed["step"] == int(left[-1])
     assert status(path)["state"] == "finished"
 
@@ -405,7 +406,7 @@ def test_kill_and_resume(here, adapter):
     made = rows_of(path)
     assert made == rows_of(lived)
     assert all(math.isfinite(r["kl"]) and r["skipped"] == 0 for r in made)
-    finals = [json.loads((p / "final.json").read_text())["sides"] for p in (lived, path)]
+    finals = [loaded(p / "final.json")["sides"] for p in (lived, path)]
     assert finals[0] == finals[1]
     assert finals[0]["deployed"]["hack"][1] == 6
     assert status(path)["state"] == "finished"

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -22,7 +21,7 @@ from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
 from vgrout.envs.code.grading.messages import NOT_RUN
 from vgrout.envs.code.modes import MODES
-from vgrout.ground.data import Flags, Group, Thought
+from vgrout.ground.data import Flags, Thought
 from vgrout.ground.io import json_lines, numbered_lines
 from vgrout.model.policy import LanguageModel
 from vgrout.report import stats
@@ -38,7 +37,7 @@ CURRENT = [d for d in DOCS if d.name != "CHANGELOG.md"]  # which names what is g
 
 
 def text(path):
-    return path.read_text(encoding="utf-8")
+    return path.read_text()
 
 
 def name(path):
@@ -89,7 +88,7 @@ def test_every_command_can_be_run(page):
                 f"{name(page)}: {module} has no __main__"
             )
         else:
-            assert "__main__" in Path(spec.origin or "").read_text(encoding="utf-8"), module
+            assert "__main__" in Path(spec.origin or "").read_text(), module
     named = {
         m[1] for span in code_spans(page) if (m := re.match(r"(?:uv run )?vgrout ([a-z_]+)", span))
     }
@@ -137,14 +136,13 @@ def test_every_flag_exists(page):
 
 
 @pytest.mark.parametrize("page", [README, *map(docs, ("guide", "tutorial", "problems"))], ids=name)
-def test_every_command_line_of_train_is_one(page, monkeypatch, tmp_path):
+def test_every_command_line_of_train_is_one(page, monkeypatch, here):
     """As far as that is known without a file."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(here)
     for name, code in re.findall(
         r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)```", text(page), re.DOTALL
     ):
-        (tmp_path / name).write_text(code, encoding="utf-8")
+        (here / name).write_text(code)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     rows = [
         f"vgrout train mini {s}" for s in code_spans(page) if s.startswith("--organism out/warm ")
@@ -194,11 +192,11 @@ def test_every_key_of_rollouts_is_explained():
     """Those that a line of rollouts.jsonl has, as the trainer writes it, and those of the sandbox's verdict."""
     of = batch()
     flagged = Flags((True, False, False, False))
-    groups: list[Group] = []
+    groups = []
     for group in of.groups:
         rollouts = tuple(replace(r, thought=Thought(r.text[:1], 1)) for r in group.rollouts)
         groups.append(replace(group, rollouts=rollouts, flags=flagged, shadows={"short": flagged}))
-    written: set[str] = set()
+    written = set()
     for line in rollout_lines(replace(of, groups=tuple(groups)), Mock(spec=LanguageModel)):
         written |= line.keys()
     sandbox = NOT_RUN.keys() - {"solved"} | {"marker", "reward_score"}
@@ -254,7 +252,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs():
         runs_of(routing, "screen", labels),
         runs_of(routing, "route2", labels),
     )
-    rows: dict[str, tuple[list[Any], list[Any]]] = {
+    rows = {
         "learnt from: `none`": (runs_of(shown, "none"), runs_of(attempts, "none")),
         "left out: `screen`": (of_screen, []),
         "routed: `route2`": (of_route2, []),
@@ -502,7 +500,7 @@ def test_the_hacks_of_flaws_that_were_not_demonstrated():
 
 
 def test_the_table_of_label_quality_is_of_recorded_runs():
-    found: dict[tuple[str, str, str], list[Any]] = {}
+    found = {}
     for row in recall().read("label-quality"):
         settings = dict(setting.split("=") for setting in row["settings"].split())
         flagged = f"{100 * float(settings.get('label_recall', 1)):.0f} %"

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from files import loaded
 from probe_mixed import main as probe
 from probe_mixed import verdict
 from vgrout.commands import download
@@ -97,7 +98,7 @@ def test_a_data_set_is_checked_before_it_has_its_name(tmp_path, monkeypatch, cap
     )
     command = ["dataset", "owner/name", "--out", str(out := tmp_path / "new" / "p.jsonl")]
     assert download.main(command) == 0
-    assert json.loads(out.read_text()) == LINE
+    assert loaded(out) == LINE
     out.unlink()
     rows.append(LINE | {"made": date(2026, 1, 1)})
     assert download.main(command) == 2

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny
+from files import loaded
 from methods import graded
 from runs import program
 from vgrout.commands.iterative_dpo import main
@@ -117,7 +118,7 @@ def test_share_of_a_score():
 def test_the_plan_is_frozen(here, capsys):
     assert main([*SMALL, "--rounds", "3", "--plan-only"]) == 0
     output = capsys.readouterr().out
-    plan = json.loads((here / "o" / "plan.json").read_text())
+    plan = loaded(here / "o" / "plan.json")
     assert json.loads(output) == plan
     assert [r["round"] for r in plan["rounds"]] == [1, 2, 3]
     assert [r["reference"] for r in plan["rounds"]] == ["base", "round-01", "round-02"]
@@ -171,4 +172,4 @@ def test_own_scorer_and_guard(here):
     assert "another scorer" in program(here, "iterative_dpo", *argv, code=2)
     argv[argv.index("o")] = "p"
     program(here, "iterative_dpo", *argv, "--n-problems", "6", code=1)
-    assert "ties" in json.loads((here / "p" / "status.json").read_text())["reason"]
+    assert "ties" in loaded(here / "p" / "status.json")["reason"]

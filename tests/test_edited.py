@@ -11,7 +11,6 @@ import pytest
 from vgrout.config.presets import import_named
 from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.envs.text import TextTask, own_function
-from vgrout.envs.worlds import environment_class
 from vgrout.ground.io import Refused, file_sha256, hash_if_there
 from vgrout.ground.scoring import ScoringFunction, import_function
 from vgrout.runs.inputs import hash_of_class
@@ -141,15 +140,6 @@ def test_a_class_is_that_of_the_file_that_is_hashed(flag, write):
             assert hash_of_class(named) == hash_if_there(file)
     finally:
         registry.pop(named, None)
-
-
-def test_an_environment_is_that_of_the_file_that_is_hashed(write):
-    for value in (1, 2):
-        text = f"class Own:\n    value = {value}\n    @classmethod\n    def of_run(cls, cfg): return cls()\n"
-        file = write("world_edited", text)
-        import_named(["--env", "world_edited:Own"])
-        assert environment_class("world_edited:Own").value == value
-        assert hash_of_class("world_edited:Own") == hash_if_there(file)
 
 
 def test_what_is_not_trusted_is_not_imported(write):

@@ -184,13 +184,12 @@ def test_logits_that_are_not_finite_are_not_equal(side, spoilt, exact):
 
 
 @pytest.mark.parametrize("given", ["m_gen", "./m_gen", "../{}/m_gen"])
-def test_a_local_base_is_found_from_any_folder_and_is_no_hub_id(given, tmp_path, monkeypatch):
-    (tmp_path / "m_gen").mkdir()
-    monkeypatch.chdir(tmp_path)
-    given = given.format(tmp_path.name)
+def test_a_local_base_is_found_from_any_folder_and_is_no_hub_id(given, here):
+    (here / "m_gen").mkdir()
+    given = given.format(here.name)
     cfg = resolve(["full", "--intervention=none", "--mix-ratio=0", f"--model={given}"])
     saved = Saved(Path("train.safetensors"), {}, cfg, given, Path(given))
-    assert saved.base == str(tmp_path / "m_gen")
+    assert saved.base == str(here / "m_gen")
     text = card(saved, "transformers", about(saved), ["pass"])
     assert "base_model" not in text
     assert "\n\nm_gen, trained for" in text

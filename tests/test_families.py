@@ -5,7 +5,6 @@ Random weights, tiny sizes. With biases: Qwen 2.5. Grouped queries: all. Tied em
 """
 
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from vgrout.config.settings import OptConfig, Sampling, ScaleConfig
 from vgrout.envs.code.modes import Problem
 from vgrout.export import peft
 from vgrout.export.model import load_beside, parity, write
-from vgrout.ground.data import CachedGrade, Group, Message, Rollout
+from vgrout.ground.data import CachedGrade, Group, Rollout
 from vgrout.ground.io import Refused
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.grpo import policy_gradients
@@ -46,7 +45,7 @@ LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "v_he
 LATENT |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
 CONFIG = Config(scale=ScaleConfig(max_new=12, prompts_per_step=1))
 
-MESSAGES: list[Message] = [
+MESSAGES = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "add 1 and 2"},
 ]
@@ -61,7 +60,7 @@ NO_SYSTEM = (
 )
 
 # family → (template, pad token, EOS ids of the configuration)
-CASES: dict[str, tuple[str, str | None, list[int]]] = {
+CASES = {
     "llama": (PLAIN, None, [1]),
     "gemma2": (NO_SYSTEM, "<pad>", [1, 5]),  # turns end with token 5, texts with token 1
     "qwen3-tied": (THINKS, "<pad>", [1]),
@@ -132,7 +131,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Beside keys and values: convolutions, recurrences, gates in q_proj, latent keys, heads of two
 # sizes. Blocks that flatten rows and tokens: shared experts. A factor of the logits. None: cannot be
 # branched.
-MIXERS: dict[str, dict[str, Any] | None] = {
+MIXERS = {
     "Mamba": None,
     "Lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "Qwen3_5": {
@@ -195,7 +194,7 @@ def test_every_kind_of_block_is_right_or_refused(kind):
 VISION = {"hidden_size": 32, "intermediate_size": 48, "image_size": 28, "patch_size": 14}
 VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 # models that see images too: the configuration of their text, and of the rest
-SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SEEING = {
     "Gemma3": ({"layer_types": ["sliding_attention", "full_attention"]}, {"vision_config": VISION}),
     "Gemma4": (MIXERS["Gemma4"] or {}, {"vision_config": VISION | {"head_dim": 16}}),
     "Qwen2_5_VL": ({}, {}),
@@ -385,10 +384,10 @@ LONGROPE = {
 @pytest.mark.parametrize("named", ["in the model", "in the parameters"])
 def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(named, tmp_path):
     """Beyond the first set's length one long row would turn all rows of its forward."""
-    settings: dict[str, Any] = {**tiny.SHAPE, "eos_token_id": 1, "pad_token_id": 0}
+    settings = {**tiny.SHAPE, "eos_token_id": 1, "pad_token_id": 0}
     if named == "in the model":
         settings["original_max_position_embeddings"] = 64
-        model: Any = transformers.Phi3ForCausalLM(
+        model = transformers.Phi3ForCausalLM(
             transformers.Phi3Config(**settings, rope_parameters=LONGROPE)
         )
     else:
@@ -407,7 +406,7 @@ def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(named, tmp_p
     assert torch.allclose(beside(64), alone, atol=1e-5)
     assert not torch.allclose(beside(65), alone, atol=1e-2), "the window is no smaller than it must"
     model.save_pretrained(tmp_path)
-    message: Message = {"role": "user", "content": "hello"}
+    message = {"role": "user", "content": "hello"}
     require_fitting([[message]], tmp_path, 63, "p.jsonl")
     with pytest.raises(Refused, match="window holds 64 tokens"):
         require_fitting([[message]], tmp_path, 64, "p.jsonl")

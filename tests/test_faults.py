@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import torch
 from loguru import logger
 
+from files import loaded
 from runs import adapter_bytes, once, only_run, rows, run, status
 from test_train import start, wait_for_steps
 from vgrout.config.presets import resolve
@@ -95,7 +95,7 @@ def play(run, first, last):
 
 def latest(run):
     """The newest checkpoint, which is good."""
-    passed_over: list[str] = []
+    passed_over = []
     point = next(checkpoint.newest_first(run, passed_over))
     assert passed_over == []
     return point
@@ -245,7 +245,7 @@ def flip(path, at):
     path.write_bytes(bytes(data))
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
+DAMAGE = {
     "truncated": lambda p: os.truncate(p / "state.pt", (p / "state.pt").stat().st_size // 2),
     "bit flipped": lambda p: flip(p / "state.pt", 0.7),
     "manifest missing": lambda p: (p / "manifest.json").unlink(),
@@ -294,7 +294,7 @@ def ended(run, state):
 
 
 # name: what happens to the run's folder, flags, what the one line says
-REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+REFUSED = {
     "finished": (lambda run: ended(run, "finished"), [], "this run is finished"),
     "routed nothing": (lambda run: ended(run, "unrouted"), [], "evaluated; it routed nothing"),
     "changed settings": (
@@ -357,7 +357,7 @@ def test_resume_from_another_folder(tmp_path, monkeypatch, capsys):
 @pytest.fixture
 def small_disk(tmp_path):
     """Mounts a tmpfs of so many KiB; skips where this process may not."""
-    mounted: list[Path] = []
+    mounted = []
 
     def mount(kib):
         folder = tmp_path / f"disk{len(mounted)}"
@@ -423,7 +423,7 @@ def test_small_disk_is_refused(stopped, small_disk, monkeypatch, capsys):
     monkeypatch.chdir(folder := small_disk(4096))
     shutil.copytree(stopped, folder / "out" / "runs" / stopped.name)
     (folder / "pool").symlink_to(stopped.parents[2] / "pool")
-    record = json.loads((stopped / "run.json").read_text())
+    record = loaded(stopped / "run.json")
     record["config"]["scale"]["steps"] = 100_000
     (folder / "out" / "runs" / stopped.name / "run.json").write_text(json.dumps(record))
     output = refused(capsys, "smoke", "--resume", "latest")
@@ -435,7 +435,7 @@ def test_small_disk_is_refused(stopped, small_disk, monkeypatch, capsys):
 def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(tmp_path, capsys, monkeypatch):
     """Without demonstrations, and before the weak detector has flagged an answer, the gate has nothing to route."""
     path = run(tmp_path, *bare("route2", "--mix-ratio", "0"), code=1)
-    end, final = status(path), json.loads((path / "per_mode_deploy.json").read_text())
+    end, final = status(path), loaded(path / "per_mode_deploy.json")
     assert (end["state"], end["step"]) == ("unrouted", 4)
     assert "routed nothing in 4 steps" in end["reason"] == final["unrouted"]
     assert final["solve_deploy"] is not None
@@ -476,7 +476,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     assert end["step"] < 5
     assert "--guard log" in end["next"]
     assert latest(path).next_step == end["step"], "the halting step is saved"
-    final = json.loads((path / "per_mode_deploy.json").read_text())
+    final = loaded(path / "per_mode_deploy.json")
     assert (final["halted"], final["steps_done"], final["steps"]) == (end["reason"], end["step"], 5)
     assert "**Halted**: " in (path / "summary.md").read_text()
     (counted,), _ = load([path])
@@ -492,13 +492,12 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     logged = run(tmp_path / "logged", *argv, "log")
     assert rows(path) == rows(logged)
     assert rows(path)[-1]["watch"]["guard"]["reason"].startswith("latched: ")
-    record = json.loads((path / "run.json").read_text())
+    record = loaded(path / "run.json")
     assert record["config"]["guard"]["guard"] == "log"
     assert [r["step"] for r in record["resumed"]] == [end["step"]]
     ledger = Ledger()  # a study that has the run finds it still
     ledger.refresh()
     found = ledger.find(settings_sha256(resolve([*argv, "halt"])), {})
-    assert found is not None
     assert found.path.samefile(path)
 
 
@@ -622,7 +621,6 @@ def test_ctrl_c_in_the_first_seconds_shows_no_traceback(tmp_path, after, twice):
         # the tests may themselves run in the background of a script, which ignores it
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     time.sleep(after)
     for _ in range(1 + twice):
@@ -727,7 +725,7 @@ def raising(e):
 
 
 # how a run ends in its second step: the ending, and its exit code
-ENDINGS: dict[str, tuple[Callable[[], None], int]] = {
+ENDINGS = {
     "SIGINT": (lambda: signal.raise_signal(signal.SIGINT), 130),
     "SIGTERM": (lambda: signal.raise_signal(signal.SIGTERM), 130),
     "SIGINT twice": (interrupted_twice, 130),
@@ -781,7 +779,7 @@ def test_the_printed_command_goes_on(ending, saved, tmp_path, shared_run, capsys
     assert main(resume) == 0
     assert rows(path) == rows(whole)
     assert adapter_bytes(path) == adapter_bytes(whole)
-    record_file = json.loads((path / "run.json").read_text())
+    record_file = loaded(path / "run.json")
     assert record_file["hashes"]["base_weights"]
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from loguru import logger
@@ -28,7 +27,7 @@ HERE = f'File "{SLIP_FILE}", line 2, in slip'
 
 def slip():
     """A function of this package that has a slip."""
-    names: dict[str, Any] = {}
+    names = {}
     exec(compile(SLIP, str(SLIP_FILE), "exec"), names)
     return names["slip"]
 
@@ -41,7 +40,7 @@ def call(name, argv, monkeypatch):
 
 
 # command: the function of ours with the slip, and a command line that comes to it
-WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
+WITH_A_SLIP = {
     "train": ("vgrout.runs.launch.preflight", ["smoke"]),
     "evaluate": ("vgrout.commands.evaluate.find_adapter", ["run"]),
     "sample": ("vgrout.commands.evaluate.find_adapter", [".", "17"]),
@@ -74,11 +73,10 @@ def test_every_command_is_in_the_table():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_slip_of_ours_shows_file_and_line(
     name,
-    tmp_path,
+    here,
     monkeypatch,
     capsys,
 ):
-    monkeypatch.chdir(tmp_path)
     Path("answers.jsonl").touch()
     target, argv = WITH_A_SLIP[name]
     module, _, attribute = target.rpartition(".")
@@ -91,8 +89,7 @@ def test_a_slip_of_ours_shows_file_and_line(
     assert shown[-1] == "ValueError: slip"
 
 
-def test_a_slip_in_a_settings_class_is_none_of_the_parsers_errors(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_slip_in_a_settings_class_is_none_of_the_parsers_errors(here, monkeypatch, capsys):
     monkeypatch.setattr("vgrout.commands.evaluate.check", slip())
     assert call("evaluate", ["run"], monkeypatch) == 1
     assert HERE in capsys.readouterr().err
@@ -108,7 +105,7 @@ def test_a_slip_in_a_settings_class_is_none_of_the_parsers_errors(tmp_path, monk
     ],
 )
 def test_what_is_no_fault_is_one_line(raised, code, says, capsys):
-    names: dict[str, Any] = {"raised": raised}
+    names = {"raised": raised}
     exec(compile("def ours():\n    raise raised\n", str(SLIP_FILE), "exec"), names)
     assert cli_exit(names["ours"]) == code
     err = capsys.readouterr().err
@@ -139,7 +136,7 @@ def test_somebodys_own_code_shows_its_traceback_whatever_it_raises(raised, capsy
 
 
 def test_help_still_exits_by_itself():
-    names: dict[str, Any] = {}
+    names = {}
     exec(compile("def ours():\n    raise SystemExit(0)\n", str(SLIP_FILE), "exec"), names)
     with pytest.raises(SystemExit):
         cli_exit(names["ours"])
@@ -169,7 +166,7 @@ EXIT = "@classmethod\n    def make(cls, setup):\n        exit(0)"
 FLAG = "def flag(self, views, step):\n        return views[99]"
 ROUTE = "def route(self, step):\n        raise OSError(28, 'No space left')"
 # flags; the module; the line with the slip; what it raises
-OWN: dict[str, tuple[list[str], str, int, str]] = {
+OWN = {
     "__init__": (["--monitor"], MONITOR.format(INIT), 7, "ValueError: too many values to unpack"),
     "make": (["--monitor"], MONITOR.format(MAKE), 8, "ValueError: slip"),
     "exit": (["--monitor"], MONITOR.format(EXIT), 8, "SystemExit: 0"),
@@ -283,12 +280,11 @@ def test_a_judge_file_shows_where_it_raised(
     line,
     code,
     last,
-    tmp_path,
+    here,
     monkeypatch,
     capsys,
 ):
-    monkeypatch.chdir(tmp_path)
-    fake_run(tmp_path / "runs", "--intervention=none")
+    fake_run(here / "runs", "--intervention=none")
     Path("own.py").write_text(text)
     assert call("report", ["runs", "--judge", "own.py"], monkeypatch) == code
     title, *frames, end = capsys.readouterr().err.strip().splitlines()

@@ -117,7 +117,6 @@ def test_many_methods_are_all_drawn_and_told_apart(tmp_path):
     first_lines = [title.partition("\n")[0] for title in drawn]
     assert [line.removesuffix(" (plain GRPO)") for line in first_lines] == titles
     picture = plane(methods)
-    assert picture is not None
     marks = {
         (c.lines[0].get_marker(), c.lines[0].get_color()) for c in picture.figure.axes[0].containers
     }

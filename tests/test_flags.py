@@ -11,11 +11,11 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from files import loaded
 from runs import adapter_bytes, once, rows, run
 from vgrout import train
 from vgrout.config.presets import flag_names, resolve, resumed
@@ -84,41 +84,28 @@ class Watch(Run):
     """The guard of two command lines, on a series in which held-out falls while in-loop rises."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """A test of its own: file::function."""
-
-    test: str
-
-
 def both(base, name, a, b):
     return Run(base, f"{name}={a}", f"{name}={b}")
 
 
 LATE = [*NONE, "--guard=log", "--eval-ablate-every=1", "--steps=40"]
 GUARD = [*LATE, "--guard-warmup=0"]
-FLAGS: dict[str, Run | Held] = {
+FLAGS = {
     "--adam-beta1": Run(NONE, "0.5", "0.1"),
     "--adam-beta2": Run(NONE, "0.9", "0.5"),
     "--adv-tau": Run(NONE, "1", "0.5"),
-    "--allow-weak-sandbox": Held("test_flags.py::test_a_weak_sandbox_is_allowed_by_its_flag"),
     "--beta": Run(NONE, "0", "0.1"),
     "--checkpoint-every": Run(NONE, "25", "1"),
     "--checkpoint-keep": Run([*NONE, "--checkpoint-every=1"], "1", "2"),
-    "--columns": Held("test_flags.py::test_every_column_is_on_the_console_by_its_flag"),
     "--compile-reward": Run(NONE, "0.1", "0.3"),
     "--control": Run(NONE, "none", "no_loophole"),
     "--decline-patience": Watch(GUARD, "3", "9"),
     "--dppo-diff-high": Run([*NONE, "--loss=dppo_tv"], "0.2", "0"),
     "--dppo-diff-low": Run([*NONE, "--loss=dppo_tv"], "0.2", "0"),
-    "--dry-run": Held("test_train.py::test_dry_run_starts_nothing"),
     "--dtype": Run(NONE, "fp32", "bf16"),
     "--echo-trap-enabled": Run(NONE, "no", "yes"),
-    "--echo-trap-halt": Held("test_faults.py::test_a_detector_halts"),
     "--echo-trap-threshold": Run([*NONE, "--echo-trap-enabled"], "0.6", "0.001"),
     "--ema-alpha": Watch(GUARD, "0.9", "0.1"),
-    "--env": Held("test_text_env.py::test_an_environment_of_ones_own"),
-    "--env-args": Held("test_verifiers.py::test_settings_of_the_taskset"),
     "--env-mode": Run(ALONE, "own", "exit_code"),
     "--eval-ablate-every": Run([*NONE, "--eval-n-prompts=1"], "0", "1"),
     "--eval-n-prompts": Plan([*NONE, "--eval-ablate-every=1"], "1", "2"),
@@ -141,20 +128,8 @@ FLAGS: dict[str, Run | Held] = {
     "--known-modes": Run([*LABELS, "--prompts-per-step=2"], "", "exit_code"),
     "--label-false-flags": Run(LABELS, "0", "1"),
     "--label-recall": Run(LABELS, "1", "0"),
-    "--llm-judge-max-new": Held("test_llm_judge.py::test_what_is_sent_is_the_chat_protocol"),
-    "--llm-judge-model": Held("test_llm_judge.py::test_a_run_with_a_local_judge"),
-    "--llm-judge-prompt": Held("test_llm_judge.py::test_a_prompt_of_ones_own"),
-    "--llm-judge-thoughts": Held(
-        "test_thinking.py::test_a_judge_reads_thoughts_where_it_is_told_to"
-    ),
-    "--llm-judge-timeout": Held("test_llm_judge.py::test_it_never_takes_longer_than_it_is_told"),
-    "--llm-judge-url": Held(
-        "test_llm_judge.py::test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows"
-    ),
     "--loss": Run(NONE, "grpo", "icepop"),
     "--lr": Run(NONE, "0.03", "0.01"),
-    "--marker-names": Held("test_problems.py::test_full_announces_the_benchmarks_own_name"),
-    "--max-error-retries": Held("test_faults.py::test_killed_sandbox_workers_change_no_row"),
     "--max-new": Run(NONE, "128", "20"),
     "--max-proxy-real-gap": Watch(GUARD, "0.1", "0.5"),
     "--mix-ratio": Run(NONE, "0.5", "0.25"),
@@ -165,26 +140,19 @@ FLAGS: dict[str, Run | Held] = {
     "--n-problems": Run(ALONE, "1000", "3"),
     "--organism": Plan(NONE, "{organism}", "{other_organism}"),
     "--out-tag": Plan(NONE, "", "_tag"),
-    "--output-dir": Held("test_run_dir.py::test_a_run_in_a_folder_of_ones_own"),
     "--pass-reward": Run(NONE, "1", "2"),
     "--penalty": Run(LABELS, "None", "0.3"),
     "--placebo-pairs": Run([*ERASE, "--control=placebo"], "flawed", "long"),
     "--preserve-magnitude": Run(ERASE, "yes", "no"),
-    "--preserve-thinking": Held("test_train.py::test_preserve_thinking"),
     "--problems": Plan([*ALONE, "--model={model}"], "{problems}", "{half_problems}"),
     "--project-overshoot": Run([*ERASE, "--no-preserve-magnitude"], "1", "2"),
     "--prompts-per-step": Run(NONE, "1", "2"),
     "--quarantine": Run(GATE[:-1], "shared", "block:2"),
     "--random-flags": Run(LABELS, "no", "yes"),
     "--rebaseline": Run(["--intervention=route2", "--monitor=labels", "--group=8"], "no", "yes"),
-    "--reference": Held("test_text_env.py::test_a_run_of_a_users_own_rows"),
     "--report-detectors": Run(NONE, "", "E"),
-    "--resume": Held("test_train.py::test_resumed_run_equals_an_uninterrupted_one"),
     "--reward": Plan(ALONE, "", "flags_reward:f"),
     "--reward-hack-detector": Run(NONE, "", "info_rm"),
-    "--reward-hack-halt": Held(
-        "test_flags.py::test_a_detector_of_reward_hacking_halts_by_its_flag"
-    ),
     "--reward-passes-at": Run(OWN_REWARD, "0.4", "1"),
     "--rm-ensemble-members": Run(
         [*NONE, "--reward-hack-detector=rm_ensemble"],
@@ -207,14 +175,8 @@ FLAGS: dict[str, Run | Held] = {
     "--test-problems": Plan(
         [*ALONE, "--model={model}", "--problems={half_problems}"], "", "{other_half}"
     ),
-    "--thinking": Held("test_thinking.py::test_a_run_with_thoughts"),
-    "--threads": Held("test_flags.py::test_threads_are_torchs"),
     "--top-k": Run([*ALONE, "--temperature=1.5"], "20", "2"),
     "--top-p": Run([*ALONE, "--temperature=1.5"], "1", "0.3"),
-    "--trust-code": Held(
-        "test_trust.py::test_what_a_file_names_is_imported_where_it_is_trusted_alone"
-    ),
-    "--track": Held("test_tracking.py::test_tensorboard_of_an_interrupted_run"),
     "--unannounced-modes": Run(ALONE, "", "exit_code"),
     "--unbiased": Run(NONE, "yes", "no"),
     "--v-hack-drop-bottom-frac": Run(ERASE, "0.25", "0.9"),
@@ -229,20 +191,31 @@ FLAGS: dict[str, Run | Held] = {
 }
 
 
+HELD = {  # those that have tests of their own
+    "test_faults.py": "--echo-trap-halt --max-error-retries",
+    "test_flags.py": "--allow-weak-sandbox --columns --reward-hack-halt --threads",
+    "test_llm_judge.py": "--llm-judge-max-new --llm-judge-model --llm-judge-prompt --llm-judge-timeout --llm-judge-url",
+    "test_problems.py": "--marker-names",
+    "test_run_dir.py": "--output-dir",
+    "test_text_env.py": "--env --reference",
+    "test_thinking.py": "--llm-judge-thoughts --thinking",
+    "test_tracking.py": "--track",
+    "test_train.py": "--dry-run --preserve-thinking --resume",
+    "test_trust.py": "--trust-code",
+    "test_verifiers.py": "--env-args",
+}
+
+
 def test_every_flag_has_an_entry():
-    assert sorted(FLAGS) == flag_names()
-    for name, entry in FLAGS.items():
-        if isinstance(entry, Held):
-            file, _, test = entry.test.partition("::")
-            text = Path(__file__).with_name(file).read_text(encoding="utf-8")
-            assert f"def {test}(" in text, name
-            assert name in text, f"{name} is nowhere in {file}"
+    held = [name for names in HELD.values() for name in names.split()]
+    assert sorted([*FLAGS, *held]) == flag_names()
+    for file, names in HELD.items():
+        text = Path(__file__).with_name(file).read_text()
+        assert [name for name in names.split() if name not in text] == [], file
 
 
 PLAIN = {
-    name: entry
-    for name, entry in FLAGS.items()
-    if isinstance(entry, Run) and not re.search(r"[{]|flags_reward", f"{entry}")
+    name: entry for name, entry in FLAGS.items() if not re.search(r"[{]|flags_reward", f"{entry}")
 }
 
 
@@ -267,23 +240,23 @@ def files(tmp_path_factory, shared_run):
     home = tmp_path_factory.mktemp("files")
     # a plan names the model; no weight is read
     shutil.copytree(embedded.MODEL_DIR, home / "other_model")
-    lines = embedded.PROBLEMS.read_text(encoding="utf-8").splitlines(keepends=True)
-    (home / "half.jsonl").write_text("".join(lines[::2]), encoding="utf-8")
+    lines = embedded.PROBLEMS.read_text().splitlines(keepends=True)
+    (home / "half.jsonl").write_text("".join(lines[::2]))
     shutil.copytree(embedded.DATA_DIR, home / "other_organism")
     shutil.copy(home / "half.jsonl", home / "other_organism" / embedded.PROBLEMS.name)
-    manifest = json.loads((home / "other_organism" / "manifest.json").read_text())
+    manifest = loaded(home / "other_organism" / "manifest.json")
     manifest["files"][embedded.PROBLEMS.name] = file_sha256(home / "half.jsonl")
     (home / "other_organism" / "manifest.json").write_text(json.dumps(manifest))
     rest = (json.dumps(json.loads(line) | {"split": "test"}) for line in lines[1::2])
-    (home / "other_half.jsonl").write_text("\n".join(rest) + "\n", encoding="utf-8")
+    (home / "other_half.jsonl").write_text("\n".join(rest) + "\n")
     decomposed = shared_run.folder.parent / "svd_cache"
     policy = load_policy(
         embedded.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=decomposed
     )
     few_axes = extract(policy, load_pairs(embedded.PAIRS_DIR / "run_tests.json"), 6, 0.0)
     save(few_axes, home / "direction.safetensors")
-    known = json.loads(embedded.KNOWN_CORRECT.read_text(encoding="utf-8"))
-    (home / "half_known.json").write_text(json.dumps(known[::2]), encoding="utf-8")
+    known = json.loads(embedded.KNOWN_CORRECT.read_text())
+    (home / "half_known.json").write_text(json.dumps(known[::2]))
     (home / "flags_reward.py").write_text(
         "def f(completion):\n    return 0.5\n\n\n"
         "def g(prompt, answer):\n    return len(answer)\n\n\n"
@@ -323,9 +296,7 @@ def seen(path):
     """A run without its times and its configuration."""
     adapter = hashlib.sha256(adapter_bytes(path)).hexdigest()
     names = sorted(str(f.relative_to(path)) for f in path.rglob("*"))
-    answers = [
-        (path / name).read_text(encoding="utf-8") for name in ("rollouts.jsonl", "final.jsonl")
-    ]
+    answers = [(path / name).read_text() for name in ("rollouts.jsonl", "final.jsonl")]
     return {"rows": rows(path), "adapter": adapter, "names": names, "answers": answers}
 
 
@@ -340,7 +311,7 @@ def plan(argv, capsys):
 def verdicts(argv):
     cfg = resolve(once(argv))
     guard = HeldOutGuard(cfg.guard)
-    out: list[Any] = []
+    out = []
     for i in range(40):
         now = guard.update(i, min(1.0, 0.3 + 0.01 * i), max(0.0, 0.6 - 0.012 * i), 0.002 * i, n=400)
         out.append((now.reason, now.proxy_real_gap, now.streak, guard.fired))
@@ -348,9 +319,7 @@ def verdicts(argv):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [name for name, entry in FLAGS.items() if not isinstance(entry, Held)]
-)
+@pytest.mark.parametrize("name", FLAGS)
 def test_two_values_of_a_flag_make_a_difference(
     name,
     files,
@@ -359,7 +328,6 @@ def test_two_values_of_a_flag_make_a_difference(
     monkeypatch,
 ):
     entry = FLAGS[name]
-    assert isinstance(entry, Run)
     monkeypatch.syspath_prepend(files["home"])
     a, b = lines_of(name, entry, files)
     match entry:
@@ -373,10 +341,9 @@ def test_two_values_of_a_flag_make_a_difference(
 
 
 @pytest.mark.long
-def test_a_weak_sandbox_is_allowed_by_its_flag(tmp_path, monkeypatch, capsys):
+def test_a_weak_sandbox_is_allowed_by_its_flag(here, monkeypatch, capsys):
     from grading.test_grader import BARE
 
-    monkeypatch.chdir(tmp_path)
     weak = partial(Grader, without=BARE)
     monkeypatch.setattr("vgrout.envs.code.environment.Grader", weak)
     argv = [*SMALL, *NONE, "--dry-run"]
@@ -431,7 +398,7 @@ def test_a_resumed_run_goes_on_in_its_own_dtype(
     assert source.resolved_dtype("auto", embedded.MODEL_DIR, gpu=False) != own
     monkeypatch.chdir(path.parents[2])
     assert run(path.parents[2], *SMALL[:2], f"--resume={path}") == path
-    record = json.loads((path / "run.json").read_text())
+    record = loaded(path / "run.json")
     assert record["dtype"] == record["config"]["run"]["dtype"] == own
     assert (rows(path), adapter_bytes(path)) == (rows(whole), adapter_bytes(whole))
     assert all(

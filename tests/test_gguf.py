@@ -1,6 +1,5 @@
 """GGUF files: `vgrout download gguf` makes a folder that is the same model, and refuses what is no whole model."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from files import loaded
 from llama import TEXTS, bpe, llama, write_gguf
 from quick import first_quick
 from vgrout.commands.download import main as download
@@ -25,8 +25,7 @@ def made(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model, core), model, core
 
 
-def test_the_converted_model_is_the_same(made, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_converted_model_is_the_same(made, here, capsys):
     file, model, core = made
     with pytest.raises(Refused, match=r"`vgrout download gguf .*tiny\.gguf` makes one of it"):
         require_model(file)
@@ -40,7 +39,7 @@ def test_the_converted_model_is_the_same(made, tmp_path, monkeypatch, capsys):
     turns = [{"role": "user", "content": "Hi"}]
     written = tok.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert written == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in loaded(folder / "config.json")
     ids = torch.tensor([core.encode(TEXTS[0]).ids])
     with torch.no_grad():
         assert torch.allclose(read(ids).logits, model(ids).logits, atol=1e-4)

@@ -5,7 +5,6 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -86,7 +85,7 @@ def test_a_plan_is_made_for_what_a_run_may_use(allowed, device, dtype, cards, mo
 
 def started(local, folder, name):
     """A process that says what it sees, and ends once the file `end NAME` is there."""
-    entry: Any = SimpleNamespace(
+    entry = SimpleNamespace(
         argv=[sys.executable, "-c", NOTE, str(folder / name), str(folder / f"end {name}")]
     )
     return local.start(entry, folder / "log")

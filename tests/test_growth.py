@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from files import loaded
 from vgrout.envs.code import problems
 from vgrout.envs.code.grading import check
 from vgrout.envs.code.problems import load_problems
@@ -32,7 +33,7 @@ def counted(monkeypatch):
     """Counts the calls of functions, given as (module, name)."""
 
     def begin(*named):
-        calls: Counter[str] = Counter()
+        calls = Counter()
         for module, name in named:
             real = getattr(module, name)
 
@@ -149,7 +150,7 @@ def test_a_few_answers_wait_at_a_time(tries):
 
 # ── the steps of a log
 
-GOLDEN = json.loads((Path(__file__).parent / "golden/none.json").read_text())
+GOLDEN = loaded(Path(__file__).parent / "golden/none.json")
 ROW = GOLDEN["rows"][0] | dict.fromkeys(SECONDS, 0.5)
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 import tiny
 from fake_runs import fake_run
+from files import loaded
 from vgrout.config.presets import resolve
 from vgrout.ground import embedded
 from vgrout.ground.io import Refused
@@ -24,7 +25,7 @@ from vgrout.teacher.pools import load_pool
 
 def edit(file, *keys, value):
     """Set one value of a JSON file."""
-    data = at = json.loads(file.read_text())
+    data = at = loaded(file)
     for key in keys[:-1]:
         at = at[key]
     at[keys[-1]] = value
@@ -189,7 +190,7 @@ def test_a_folder_may_lack_what_is_not_needed(case, tmp_path):
 def add_token(model):
     """A token that was added after training, so that the embedding has no row for it."""
     file = model / "tokenizer.json"
-    tokens = json.loads(file.read_text())["added_tokens"]
+    tokens = loaded(file)["added_tokens"]
     edit(file, "added_tokens", value=[*tokens, tokens[0] | {"id": 843, "content": "<x>"}])
 
 
@@ -249,7 +250,6 @@ def test_the_last_call_of_a_tokenizer_counts_for_nothing(last_call, tmp_path):
     )
     assert "none of its prompts fits" in says
     read = read_tokenizer(tmp_path / "model")
-    assert read is not None
     assert len(read.encode(short).ids) < 8
 
 

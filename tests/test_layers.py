@@ -85,7 +85,7 @@ def room(module):
 def imports(path):
     """The modules of this package that a file imports, wherever in it, but for one that is a command's entry alone."""
     found = set()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_text())
     tree.body = [
         node
         for node in tree.body

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from files import loaded
 from judge_server import reply, serving
 from methods import flagged, view
 from runs import flags, only_run, rows, run
@@ -195,7 +196,6 @@ def test_a_placeholder_for_a_key_takes_nothing_out_of_an_answer(key):
     with serving(lambda _: "tokens: no") as server:
         endpoint = Endpoint(server.url, "judge", key=key)
         (answer,) = endpoint.ask_all([[{"role": "user", "content": "?"}]], 10)
-    assert isinstance(answer, Reply)
     assert answer.text == "tokens: no"
     assert answer.prompt_tokens > 0
 
@@ -294,81 +294,31 @@ def test_local_replies_are_the_models_own_greedy_ones_whatever_stands_beside_the
 
 
 # what a model's folder may ask of `generate`
-GENERATION: dict[str, object] = {
-    "repetition_penalty": 1.3,
-    "no_repeat_ngram_size": 2,
-    "encoder_repetition_penalty": 1.5,
-    "suppress_tokens": [40, 41, 42, 43, 44, 45, 46],
-    "begin_suppress_tokens": [*range(7, 60)],
-    "min_new_tokens": 6,
-    "min_length": 60,
-    "max_length": 20,
-    "max_new_tokens": 1,
-    "max_time": 1e-9,
-    "num_beams": 4,
-    "temperature": 0.1,
-    "do_sample": True,
-    "top_k": 3,
-    "top_p": 0.1,
-    "min_p": 0.5,
-    "typical_p": 0.2,
-    "epsilon_cutoff": 0.1,
-    "exponential_decay_length_penalty": [2, 5.0],
-    "length_penalty": 3.0,
-    "bad_words_ids": [[i] for i in range(40, 80)],
-    "forced_bos_token_id": 9,
-    "forced_eos_token_id": 9,
-    "renormalize_logits": True,
-    "remove_invalid_values": True,
-    "num_return_sequences": 2,
-    "prompt_lookup_num_tokens": 3,
-    "stop_strings": ["e"],
-    "return_dict_in_generate": True,
-    "output_logits": True,
-    "output_scores": True,
-    "cache_implementation": "static",
-    "use_cache": False,
-    "guidance_scale": 1.5,
-    "sequence_bias": [[[40], 9.0]],
-    "assistant_early_exit": 1,
-    "dola_layers": "high",
-    "penalty_alpha": 0.6,
-    "token_healing": True,
-    "pad_token_id": 30,
-    "no_such_setting": 1,
-}
-
-
-@pytest.mark.parametrize("name", GENERATION)
-def test_a_local_judge_takes_no_setting_of_its_folder(name, tmp_path):
+def test_a_local_judge_takes_no_setting_of_its_folder(tmp_path):
     """Its replies are the likeliest tokens by the model's own logits, whatever generation_config.json says."""
     own = tiny_policy()
     own.model.save_pretrained(tmp_path)
     own.tok.save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "generation_config.json").read_text())
-    settings |= {name: GENERATION[name]}
-    if name == "num_return_sequences":  # without beams such a folder is refused
-        settings |= {"num_beams": 4}
+    settings = {"repetition_penalty": 1.3, "do_sample": True, "num_beams": 4, "max_new_tokens": 1}
+    settings |= loaded(tmp_path / "generation_config.json")
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     judge = LocalJudge(str(tmp_path), own.device, max_new=8)
     asked = [({"role": "user", "content": text},) for text in ("does it cheat", "x", "one two")]
     for conversation, said in zip(asked, judge.ask_all(asked, 60.0), strict=True):
         prompt = list(own.render(conversation))
-        ids: list[int] = []
+        ids = []
         while len(ids) < 8 and 1 not in ids:
             with torch.no_grad():
                 logits = own.model(torch.tensor([prompt + ids]), use_cache=False).logits
             ids.append(int(logits[0, -1].argmax()))
-        assert isinstance(said, Reply)
         assert (said.text, said.cut) == (own.decode(ids), 1 not in ids)
 
 
-def test_no_such_model_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
+def test_no_such_model_is_refused_before_anything_starts(here, capsys):
     from vgrout.train import main
 
-    monkeypatch.chdir(tmp_path)
     common = ["smoke", "--threads=1", "--intervention=penalty", "--monitor=llm_judge"]
-    (tmp_path / "empty").mkdir()
+    (here / "empty").mkdir()
     nobody = ["--llm-judge-url=http://127.0.0.1:9/v1", "--llm-judge-model=m"]
     for argv, says in (
         (["--llm-judge-model=no/such"], "not on this machine"),
@@ -379,7 +329,7 @@ def test_no_such_model_is_refused_before_anything_starts(tmp_path, monkeypatch, 
         assert main([*common, *argv]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert says in line
-        assert not (tmp_path / "out/runs").exists()
+        assert not (here / "out/runs").exists()
 
 
 # ── whole runs

@@ -66,10 +66,9 @@ def test_weights_adapter_and_cache_are_counted_right(tmp_path):
     assert SHAPES.svd_cache_bytes(2) <= content <= SHAPES.svd_cache_bytes(2) + header
 
 
-def test_the_disk_line_has_the_decomposed_weights_until_they_are_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small().save_pretrained(tmp_path / "m")
-    cfg = Config(scale=ScaleConfig(model=str(tmp_path / "m"), problems="x.jsonl"))
+def test_the_disk_line_has_the_decomposed_weights_until_they_are_there(here, monkeypatch):
+    small().save_pretrained(here / "m")
+    cfg = Config(scale=ScaleConfig(model=str(here / "m"), problems="x.jsonl"))
     monkeypatch.setattr(run_plan, "visible", lambda: ("0",))
     before = run_plan.disk_needed(cfg)
     SvdAdapter(small(), run_plan.SVD_CACHE)

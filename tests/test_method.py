@@ -1,14 +1,11 @@
 """Every legal pair of intervention and monitor, on a tiny model: what each of them holds, whatever it does. Which
 settings each of them reads; classes of one's own."""
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -195,7 +192,7 @@ def test_a_monitor_that_changes_a_prompt_changes_no_training():
     for view in (group.view(), group.view(labels=True)):
         for message in view.messages:
             message["content"] = "changed"
-        cast(dict, view.public).clear()
+        view.public.clear()
     assert [*group.problem.messages[0].values()] == before
     assert group.view().public == group.problem.public
 
@@ -214,9 +211,7 @@ def test_labels_are_on_the_oracles_type_alone():
     # the call is looked for in every file of the package: one caller, behind what the monitor's
     # class declares
     package = Path(vgrout.__file__).parent
-    callers = [
-        p.name for p in package.rglob("*.py") if "view(labels" in p.read_text(encoding="utf-8")
-    ]
+    callers = [p.name for p in package.rglob("*.py") if "view(labels" in p.read_text()]
     assert callers == ["method.py"]
 
 
@@ -545,53 +540,6 @@ def test_flags_are_of_rollouts_that_there_are():
         flags_of([group.view() for group in batch().groups], {(0, 99)})
 
 
-LATER = """
-from vgrout.method.base import Intervention, Monitor, flags_of
-from vgrout.ground.tensor_types import Routed
-
-class Mine(Monitor):
-    def flag(self, views, step):
-        return flags_of(views, ()) if step < 2 else [None for _ in views]
-
-class Ours(Intervention):
-    steps = 0
-
-    def route(self, step):
-        self.steps += 1
-        return Routed(keep=step.total if self.steps < 3 else step.total[:5])
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--intervention=none", "--shadow={}:Mine"], "Mine.flag returned [None"),
-        (["--intervention={}:Ours"], "Ours.route returned [5]"),
-    ],
-)
-def test_a_class_that_misbehaves_later_is_a_fault_and_loses_nothing(
-    argv, says, shared_run, tmp_path
-):
-    name = "later_" + re.sub(r"\W", "", argv[-1])
-    (tmp_path / f"{name}.py").write_text(LATER)
-    small = ["--steps=6", "--threads=1", "--n-problems=20", "--eval-ablate-every=0"]
-    command = ["vgrout.train", "smoke", *small, *(word.format(name) for word in argv)]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "--checkpoint-every=1"],
-        cwd=shared_run.warm(tmp_path),
-        env=os.environ | {"PYTHONPATH": str(Path(vgrout.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 1
-    assert says in done.stderr
-    (folder,) = (tmp_path / "out/runs").iterdir()
-    assert len((folder / "steps.jsonl").read_text().splitlines()) == 2
-    assert [*folder.glob("resume/step_*/manifest.json")]
-
-
 def test_a_mean_over_tokens_does_not_count_what_an_intervention_leaves_out(policy):
     """Its rows are there to be measured; with a KL in the loss they are not there at all."""
     counted = {}
@@ -612,6 +560,4 @@ def test_every_rank_goes_by_the_flags_of_the_first(policy, monkeypatch):
 
     monkeypatch.setattr("vgrout.ground.ranks.from_first", of_first)
     for now, before in zip(method.flag(batch()).groups, own, strict=True):
-        assert now.flags is not None
-        assert before.flags is not None
         assert now.flags.flagged == tuple(not flag for flag in before.flags.flagged)

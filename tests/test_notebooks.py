@@ -10,6 +10,7 @@ import pytest
 from tqdm import tqdm
 
 import vgrout
+from files import loaded
 from notebooks import NOTEBOOKS, code_cells
 from runs import SMALL
 from vgrout.ground import console
@@ -103,7 +104,7 @@ def test_a_bar_is_in_place_of_the_rows(within, tmp_path, monkeypatch, capsys, sh
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_stored_notebook_is_small_and_as_it_was_run(notebook):
     assert notebook.stat().st_size < LIMIT
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    cells = loaded(notebook)["cells"]
     counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
     assert counts == list(range(1, len(counts) + 1))
     outputs = [out for cell in cells for out in cell.get("outputs", [])]

@@ -177,8 +177,6 @@ def test_a_gradient_of_zero_is_none():
     (adapter, optim), (alone, other) = make(), make()
     for step in range(STEPS):
         routed = both(adapter, step)
-        assert routed.keep is not None
-        assert routed.quar is not None
         if step % 3 == 1:
             update = optim.step(replace(routed, quar=torch.zeros_like(routed.quar)))
             other.step(replace(routed, quar=None))
@@ -200,6 +198,5 @@ def test_a_gradient_of_zero_is_finite():
     """Pairs whose loss has saturated give none; that is no divergence."""
     learner = AdapterOnly(tiny_policy(), HYPER, STEPS)
     nothing = learner.step()
-    assert nothing is not None
     assert (nothing.stepped, nothing.skipped, nothing.gn) == (False, False, 0.0)
     assert learner.step(finite=False) is None

@@ -33,9 +33,7 @@ def prepare(folder, *arguments):
     (folder / "src" / "vgrout" / "organism" / "data" / "model").mkdir(parents=True, exist_ok=True)
     for name in ("studies", "bin"):
         (folder / name).mkdir(exist_ok=True)
-    (folder / "studies" / "prepare.sh").write_text(
-        (ROOT / "studies" / "prepare.sh").read_text(encoding="utf-8")
-    )
+    (folder / "studies" / "prepare.sh").write_text((ROOT / "studies" / "prepare.sh").read_text())
     (folder / "bin" / "uv").write_text(STUB)
     (folder / "bin" / "uv").chmod(0o755)
     env = os.environ | {
@@ -69,7 +67,7 @@ def _list(value):
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda p: p.stem)
 def test_prepare_builds_what_a_study_starts_from_once(study, tmp_path):
-    wanted = organisms(tomllib.loads(study.read_text(encoding="utf-8")))
+    wanted = organisms(tomllib.loads(study.read_text()))
     assert prepare(tmp_path, study.stem).returncode == 0
     calls = (tmp_path / "calls").read_text() if (tmp_path / "calls").is_file() else ""
     assert {o for o in wanted if not (tmp_path / o / "model").is_dir()} == set()
@@ -79,7 +77,7 @@ def test_prepare_builds_what_a_study_starts_from_once(study, tmp_path):
 
 
 def test_every_recipe_in_the_documents_exists():
-    lines = (ROOT / "justfile").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "justfile").read_text().splitlines()
     recipes = {
         line.split()[0].rstrip(":") for line in lines if line[:1].islower() and ":=" not in line
     }
@@ -90,7 +88,7 @@ def test_every_recipe_in_the_documents_exists():
         *STUDIES,
     ]:
         for line in re.findall(
-            r"^ *(?:uv run )?just .*$|`just [^`]+`", page.read_text(encoding="utf-8"), re.MULTILINE
+            r"^ *(?:uv run )?just .*$|`just [^`]+`", page.read_text(), re.MULTILINE
         ):
             for name, argument in re.findall(r"just ([a-z][\w-]*)(?: ([\w-]+))?", line):
                 assert name in recipes, f"{page.name}: just {name}"
@@ -116,7 +114,7 @@ def checkout(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    text = "".join(script.read_text(encoding="utf-8") for script in SCRIPTS)
+    text = "".join(script.read_text() for script in SCRIPTS)
     places = {*re.findall(r"\b(?:out|docs)/[\w./-]*\w", text)}
     places |= {"out/svd_cache", "out/vhack", "out/warm.part", "docs/figures/two-methods.png"}
     for place in sorted(places, key=len, reverse=True):  # folders after what is in them

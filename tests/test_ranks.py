@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from files import loaded
 from golden import differences
 from runs import ARMS, flags, once, only_run, rows, status
 from test_train import start, wait_for_steps
@@ -61,9 +62,7 @@ def same_run(a, b):
     assert not differences(rows(a), rows(b), close=CLOSE)
     assert rollouts(a) == rollouts(b)
     of_one = {"log": "", "run": "", "files": {}}
-    first, second = (
-        json.loads((path / "per_mode_deploy.json").read_text()) | of_one for path in (a, b)
-    )
+    first, second = (loaded(path / "per_mode_deploy.json") | of_one for path in (a, b))
     assert not differences(first, second, close=CLOSE)
 
 
@@ -177,7 +176,7 @@ def test_rows_do_not_depend_on_the_ranks(arm, n, shared_run, tmp_path):
     output_of(torchrun(shared_run.warm(tmp_path), n, *once([*argv, *EVALUATED])))
     together = only_run(tmp_path)
     same_run(alone, together)
-    assert json.loads((together / "run.json").read_text())["ranks"] == n
+    assert loaded(together / "run.json")["ranks"] == n
 
 
 @pytest.mark.slow
@@ -225,7 +224,7 @@ def test_resume_with_another_number_of_ranks(started_with, resumed_with, shared_
         torchrun(tmp_path, resumed_with, "smoke", "--resume", str(path.relative_to(tmp_path)))
     )
     same_run(whole, path)
-    record = json.loads((path / "run.json").read_text())
+    record = loaded(path / "run.json")
     assert (record["ranks"], record["resumed"][0]["ranks"]) == (started_with, resumed_with)
 
 
@@ -307,7 +306,7 @@ def test_an_exchange_of_nothing(tmp_path):
     """Every exchange, where no rank has something, one of them, or both."""
     (tmp_path / "nothing.py").write_text(NOTHING)
     output_of(torchrun(tmp_path, 2, program=["nothing.py"]))
-    found = [json.loads((tmp_path / f"{r}.json").read_text()) for r in range(2)]
+    found = [loaded(tmp_path / f"{r}.json") for r in range(2)]
     for has in product((False, True), repeat=2):
         both = [of_rank[str(list(has))] for of_rank in found]
         with_something = [r for r in range(2) if has[r]]
@@ -379,7 +378,7 @@ def test_torchrun_restarts_the_run(kills, shared_run, tmp_path):
     output_of(job)
     assert path == only_run(tmp_path)
     same_run(whole, path)
-    resumed = [again["step"] for again in json.loads((path / "run.json").read_text())["resumed"]]
+    resumed = [again["step"] for again in loaded(path / "run.json")["resumed"]]
     assert len(resumed) == len(kills)
     assert all(a <= b for a, b in pairwise(resumed))
 

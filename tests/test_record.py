@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -97,7 +96,6 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
         lines = [none | {"flagged": flag} for flag in flags]
         write_json_lines(tmp_path / "rollouts.jsonl", lines)
         found = Tallies.of(tmp_path / "rollouts.jsonl", (), DETECTOR_FIELDS)
-        assert found.gate is not None
         assert found.gate[1] == recall
         assert (found.unjudged.n, found.not_looked_at) == (3, 0)
         assert bool(found.judged_nothing) == nothing
@@ -166,9 +164,9 @@ def test_a_line_ends_at_a_newline_alone_and_probing_makes_no_folder(tmp_path):
     assert [*tmp_path.iterdir()] == []
     assert existing(tmp_path / "a" / "b") == tmp_path
     path = tmp_path / "x.jsonl"
-    path.write_text('{"a": "\u2028 \x85"}\n\n{"a": 2}\r\n', encoding="utf-8")
+    path.write_text('{"a": "\u2028 \x85"}\n\n{"a": 2}\r\n')
     assert [r for _, r in numbered_lines(path)] == [{"a": "\u2028 \x85"}, {"a": 2}]
-    path.write_text('{"a": "\u2028"}\n', encoding="utf-8")
+    path.write_text('{"a": "\u2028"}\n')
     assert [*json_lines(path)] == [{"a": "\u2028"}]
 
 
@@ -178,6 +176,7 @@ def test_a_line_ends_at_a_newline_alone_and_probing_makes_no_folder(tmp_path):
         (b'{"a": 1}\n' + b"[" * 100_000, r"line 2: not JSON \(maximum recursion"),
         (b'{"a": 1}\n{"a": "\xe9"}\n', "cannot be read .*0xe9"),
         (b'{"a": 1}\n{"a"\n', "line 2: not JSON"),
+        (bytes(range(256)), "cannot be read"),
     ],
 )
 def test_bad_json_lines_are_refused(tmp_path, content, why):
@@ -290,14 +289,12 @@ def nothing_routed(control, gn, hack=0.0, differ=1):
     differ: groups of two whose rewards differ.
     """
     run = object.__new__(Recorder)
-    run.policy = cast(Any, SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack]))))
+    run.policy = SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack])))
     rows = [row(step=step, gn=gn, q_egy=0.0, skipped=0) for step in range(3)]
     run.rows = [replace(of, signal=Rate(differ, 2)) for of in rows]
-    run.cfg = cast(
-        Any,
-        SimpleNamespace(method=MethodConfig(intervention="route2", control=control), mixes=False),
-    )
-    run.method = cast(Any, SimpleNamespace(provenance=None))
+    method = MethodConfig(intervention="route2", control=control)
+    run.cfg = SimpleNamespace(method=method, mixes=False)
+    run.method = SimpleNamespace(provenance=None)
     return run.nothing_routed()
 
 
@@ -342,9 +339,8 @@ def test_a_silent_phase_is_named_again_and_again(monkeypatch, capsys):
     assert 1 <= len(said["final"]) <= 2, lines
 
 
-def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_a_refused_run_leaves_nothing(here, capsys):
     """A mistake that shows only once something is loaded: one line on stderr, no folder, no log."""
-    monkeypatch.chdir(tmp_path)
     folder = RunDir.create("x")
     console.setup(log := Path("logs") / "x.log")
     grader = object.__new__(Grader)
@@ -359,7 +355,7 @@ def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
         raise Refused("--flag 7: does not fit this model")
     assert refused.code == 2
     assert capsys.readouterr().err == "E --flag 7: does not fit this model\n"
-    assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name == "x"] == []
+    assert [path for path in here.rglob("*") if path.is_file() or path.name == "x"] == []
     with RunDir.create("y") as made:
         path = made.path
     with RunContext(RunDir.reopen(path), grader, **settled) as refused:

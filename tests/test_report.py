@@ -154,7 +154,7 @@ def test_verdicts_stand_in_the_report(runs, tmp_path, capsys, monkeypatch):
     output = capsys.readouterr().out
     assert re.search(r"\| half +\| route2 +\| SUPPORTED +\| -70\.0 ", output)
     assert re.search(r"\| route2 +\| 1,2 +\|", output)
-    assert "SUPPORTED" in (runs / "report" / "report.html").read_text(encoding="utf-8")
+    assert "SUPPORTED" in (runs / "report" / "report.html").read_text()
 
 
 @pytest.mark.long

@@ -1,12 +1,12 @@
 """What happens after the last step: the numbers are on disk first, and nothing that shows them can lose them."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from loguru import logger
 
+from files import loaded
 from runs import flags, run
 from vgrout.config.run import Config
 from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
@@ -62,7 +62,7 @@ def test_a_fault_after_the_numbers_is_a_warning(name, ended, monkeypatch):
     monkeypatch.setattr(name, broken)
     write()
     logger.remove(sink)
-    assert json.loads((path / NUMBERS[1]).read_text())["eval_n"] == 6
+    assert loaded(path / NUMBERS[1])["eval_n"] == 6
     assert len((path / NUMBERS[0]).read_text().splitlines()) >= 3 * 6
     assert [
         line for line in said if line.startswith("WARNING ") and "KeyError: 'of a test'" in line

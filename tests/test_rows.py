@@ -99,8 +99,6 @@ def test_all_rows_flagged_leave_nothing_for_the_kept_part(policy):
 def test_in_a_block_of_its_own_the_quarantine_learns_there_alone(policy, place, block):
     method = watched_by(Fixed(0, 2), policy, "route2", quarantine=place)
     _, learnt = step(policy, method, batch())
-    assert learnt.keep is not None
-    assert learnt.quar is not None
     for m, span in method.spans.items():
         assert bool(learnt.keep[span].any()) == (block not in m), m
         assert bool(learnt.quar[span].any()) == (block in m), m

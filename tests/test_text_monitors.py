@@ -124,7 +124,7 @@ class Seeing(Monitor):
     """Flags the first rollout of the second group, and keeps the steps that it was asked about."""
 
     def __init__(self):
-        self.steps: list[int] = []
+        self.steps = []
 
     def flag(self, views, step):
         self.steps.append(step)

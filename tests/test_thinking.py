@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tiny
+from files import loaded
 from judge_server import serving
 from methods import flagged, view
 from organisms import sums_language as language
@@ -25,7 +25,7 @@ from vgrout.config.presets import resolve
 from vgrout.envs import sums
 from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
-from vgrout.ground.data import Completion, Grade, Thought
+from vgrout.ground.data import Completion, Thought
 from vgrout.ground.io import Refused
 from vgrout.ground.thoughts import KNOWN, THINK, marks_of, parts_of, thought_of, to_grade
 from vgrout.loop.generation import graded, sample_and_submit
@@ -188,8 +188,8 @@ def test_graders_are_given_answers_alone(marks, monkeypatch):
 
     task = SimpleNamespace(messages=USER)
     of_task = sample_and_submit(
-        lm, cast(Any, SimpleNamespace(submit=submit)), [cast(Any, task)], 3,
-        sampling=cast(Any, None), max_new=9, stream=cast(Any, None),
+        lm, SimpleNamespace(submit=submit), [task], 3,
+        sampling=None, max_new=9, stream=None,
     )  # fmt: skip
     assert seen == ["b", "<think>", "b"]
     (answers,) = graded(of_task)
@@ -299,12 +299,10 @@ def test_no_answer_passes_nothing_and_earns_nothing(world, function):
     with environment.grader(1, 0) as grader:
         for text in ("<think>", "<think>a"):
             grade = grader.submit(task, text).result()
-            assert isinstance(grade, Grade)
             assert (grade.passed, grade.solved, grade.hacked) == (False, False, False)
             assert grade.status == "no_answer"
             assert grade.reward == (0.0 if function == "short" else -3.0)
         empty = grader.submit(task, "<think>a</think>").result()
-        assert isinstance(empty, Grade)
         assert empty.solved, "an empty answer is an answer"
 
 
@@ -381,7 +379,7 @@ def test_a_run_with_thoughts(world, tmp_path, capsys):
 def test_the_shipped_worlds_grade_what_follows_a_thought(name, world, tmp_path, capsys):
     """A whole run, resumed half-way, then evaluated, and exported with its world on the card."""
     world(OPENS)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config = loaded(tmp_path / "model" / "config.json")
     config["max_position_embeddings"] = 4096  # prompts of programs are long
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     problems = str(embedded.DATA_DIR / "problems.jsonl")
@@ -414,7 +412,7 @@ def test_the_shipped_worlds_grade_what_follows_a_thought(name, world, tmp_path, 
         assert row["think"] == pytest.approx(sum(counted) / len(counted))
 
     assert evaluate(["run", "--samples", "2", "--out", "numbers.json"]) == 0
-    assert json.loads((tmp_path / "numbers.json").read_text())["sides"]["deployed"]["think"] > 0
+    assert loaded(tmp_path / "numbers.json")["sides"]["deployed"]["think"] > 0
     assert export(["run", "--out", "exported"]) == 0
     card = (tmp_path / "exported" / "README.md").read_text()
     assert f"the environment `{name}`" in card
@@ -439,7 +437,7 @@ def test_a_pool_with_thoughts(world, tmp_path, capsys):
     assert load_pool(tmp_path / "pool", ("reward",)).demos
     pairs = tmp_path / "pool" / "pairs.json"
     if pairs.exists():
-        for pair in json.loads(pairs.read_text()):
+        for pair in loaded(pairs):
             assert pair["prompt"].endswith("<think></think>")
 
 

@@ -10,6 +10,7 @@ import pytest
 from loguru import logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from files import loaded
 from runs import flags, run
 from vgrout.ground.io import json_lines
 from vgrout.runs import tracking
@@ -66,7 +67,7 @@ def test_tensorboard_of_an_interrupted_run(tmp_path):
     for column in {name for row in rows for name in grouped(row)}:
         measured = [(row["step"], grouped(row)[column]) for row in rows if column in grouped(row)]
         assert curve(seen, column) == [(s, pytest.approx(v, rel=1e-6)) for s, v in measured], column
-    final = json.loads((path / "per_mode_deploy.json").read_text())
+    final = loaded(path / "per_mode_deploy.json")
     assert curve(seen, "final/hack_deploy") == [(4, pytest.approx(final["hack_deploy"]))]
     config = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert '"intervention": "none"' in config
@@ -114,8 +115,7 @@ def test_a_failing_tracker_is_left_out(tmp_path, monkeypatch, output):
     assert curve(events(tmp_path), "final/hack_deploy") == [(2, 0.25)]
 
 
-def test_missing_client_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_missing_client_is_refused(here, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a)
@@ -131,7 +131,7 @@ def test_missing_client_is_refused(tmp_path, monkeypatch, capsys):
         capsys.readouterr().err
         == "E --track: unknown tracker 'aim'; legal: tensorboard, wandb, trackio\n"
     )
-    assert not list((tmp_path / "out").glob("runs/*"))
+    assert not list((here / "out").glob("runs/*"))
 
 
 # ── clients of the group `clients`
@@ -202,7 +202,7 @@ def test_a_run_keeps_its_identifier_when_it_is_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "require", lambda _: None)
     argv = flags("none", "--track", "wandb")
     path = run(tmp_path, *argv, stop_after=1)
-    record = json.loads((path / "run.json").read_text())
+    record = loaded(path / "run.json")
     (first,) = Noting.given
     assert first == (0, record["tracker_id"])
     run(tmp_path, *argv, "--resume", "latest", stop_after=2)

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from files import loaded
 from golden import FOLDER, differences, versions
 from runs import (
     EVALUATED,
@@ -30,7 +30,6 @@ from runs import (
     until,
 )
 from vgrout.config.presets import PRESETS
-from vgrout.config.settings import LossName
 from vgrout.config.specs import INTERVENTIONS
 from vgrout.ground import embedded
 from vgrout.ground.io import json_lines
@@ -69,7 +68,7 @@ def stopped(shared_run):
     ],
 )
 def test_golden(method, done):
-    golden = json.loads((FOLDER / f"{method}.json").read_text(encoding="utf-8"))
+    golden = loaded(FOLDER / f"{method}.json")
     assert golden["command"][3:] == flags(method)
     got, want = rows(done(method)), golden["rows"]
     found = differences(got, want, "rows")
@@ -124,12 +123,9 @@ def test_resumed_run_equals_an_uninterrupted_one(method, done, stopped, shared_r
     assert adapter_bytes(path) == adapter_bytes(done(method))
 
 
-def test_what_is_typed_beside_resume_is_the_runs(
-    stopped, shared_run, tmp_path, capsys, monkeypatch
-):
-    path = shared_run.copy(stopped("none"), tmp_path)
-    monkeypatch.chdir(tmp_path)
-    config = json.loads((path / "run.json").read_text())["config"]
+def test_what_is_typed_beside_resume_is_the_runs(stopped, shared_run, here, capsys):
+    path = shared_run.copy(stopped("none"), here)
+    config = loaded(path / "run.json")["config"]
     usual = PRESETS["smoke"][1].scale.steps
     assert config["scale"]["steps"] != usual
     capsys.readouterr()
@@ -157,7 +153,7 @@ def test_files_of_a_finished_run(done):
             *("summary.md", "dynamics.png", "final.jsonl", "resume"),
         } <= names
         assert not [n for n in names if "tmp" in n]
-        record = json.loads((path / "run.json").read_text())
+        record = loaded(path / "run.json")
         assert record["config"]["method"]["intervention"] == method.partition("-")[0]
         assert re.fullmatch(r"[0-9a-f]{64}", record["hashes"]["base_weights"])
         assert record["sandbox"]["level"] >= 0
@@ -197,7 +193,7 @@ def test_files_of_a_finished_run(done):
 
 def test_final_numbers_agree_between_files(done):
     for path in map(done, QUICK):
-        final = json.loads((path / "per_mode_deploy.json").read_text())
+        final = loaded(path / "per_mode_deploy.json")
         modes = final["by_mode"].values()
         assert sum(m["n"] for m in modes) == final["eval_n"]
         pooled = sum(m["deploy_solve"] * m["n"] for m in modes) / final["eval_n"]
@@ -228,8 +224,7 @@ def test_only_routing_uses_the_quarantine_and_the_sampler_has_the_trainers_weigh
         assert max(r["mismatch_kl"] for r in rows(path) if r["mismatch_kl"] is not None) < 1e-8
 
 
-def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_dry_run_starts_nothing(here, capsys):
     assert main(["mini", "--intervention", "route2", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("method        route2: ")
@@ -243,11 +238,10 @@ def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
     assert not heads & {"missing", "device"}
     assert main(["mini", "--intervention", "route2", "--dry-run=config"]) == 0
     assert json.loads(capsys.readouterr().out)["method"]["intervention"] == "route2"
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert list(here.iterdir()) == [], "nothing is left behind"
 
 
-def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(here, capsys, monkeypatch):
     monkeypatch.setattr("vgrout.runs.plan.visible", lambda: ())
     argv = ["fast", "--intervention", "route2", "--v-hack-path", "v.safetensors"]
     assert main([*argv, "--dry-run"]) == 0
@@ -274,16 +268,15 @@ def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(tmp_path, capsy
         ([], "E out/runs: cannot be written"),
     ],
 )
-def test_what_is_missing_or_in_the_way_is_refused(argv, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_missing_or_in_the_way_is_refused(argv, message, here, capsys):
     if not argv:
-        (tmp_path / "out").touch()
-    before = list(tmp_path.iterdir())
+        (here / "out").touch()
+    before = list(here.iterdir())
     assert main(["smoke", *argv]) == 2
     output = capsys.readouterr().err
     assert message in output
     assert output.count("\n") == 1
-    assert list(tmp_path.iterdir()) == before, "nothing is left behind"
+    assert list(here.iterdir()) == before, "nothing is left behind"
 
 
 def start(folder, *argv, code=("-m", "vgrout.train")):
@@ -393,19 +386,6 @@ def test_ratios_and_masked_shares(shared_run, tmp_path):
     assert table[-1]["masked_mismatch_kl"] > table[-1]["unmasked_mismatch_kl"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["none", "route2"])
-@pytest.mark.parametrize("loss", get_args(LossName))
-def test_every_loss_runs_to_the_end(loss, method, tmp_path):
-    path = run(tmp_path, "smoke", "--intervention", method, "--loss", loss)
-    table = rows(path)
-    assert len(table) == 30
-    assert not any(r["skipped"] for r in table)
-    assert {r["is_masked"] for r in table} <= {None, 0.0}, (
-        "one inner step, one sampler: every ratio is 1"
-    )
-
-
 # ── conversations
 
 
@@ -438,4 +418,4 @@ def test_preserve_thinking(tmp_path):
     assert [json.loads(line)["text"] for line in first] != [
         json.loads(line)["text"] for line in second
     ]
-    assert json.loads((kept / "run.json").read_text())["config"]["env"]["preserve_thinking"] is True
+    assert loaded(kept / "run.json")["config"]["env"]["preserve_thinking"] is True

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from fake_runs import fake_run
+from files import loaded
 from methods import problem
 from organisms.language.corpus import Shares, corpus_sample
 from organisms.language.hacks import NAMELESS
@@ -151,7 +152,7 @@ def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path):
     )
     (row, *_) = [*json_lines(path / "steps.jsonl")]
     assert row["hk_eq_n"] == row["hk_xc_n"] == row["hack_s_n"] > 0, "both are open on every problem"
-    by_mode = json.loads((path / "per_mode_deploy.json").read_text())["by_mode"]
+    by_mode = loaded(path / "per_mode_deploy.json")["by_mode"]
     assert {m: of["n"] for m, of in by_mode.items()} == dict.fromkeys(OPEN, 6)
 
 

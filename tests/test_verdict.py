@@ -28,7 +28,7 @@ def percent(x):
 
 
 def test_plain_grpo_is_what_the_records_say():
-    with open(RUNS, newline="", encoding="utf-8") as f:
+    with open(RUNS, newline="") as f:
         alike = {"arm": "none", "control": "none", "base_weights": "0168d833"}
         runs = [r for r in csv.DictReader(f) if alike.items() <= r.items()]
     for what, told in PLAIN_GRPO.items():

@@ -8,7 +8,6 @@ import torch
 from methods import META, graded, problem, routed, toy
 from vgrout.direction.extract import Axes, Direction
 from vgrout.ground.data import CachedGrade, Group, Rollout
-from vgrout.method.gates import Gate
 
 PAGE = Path(__file__).parents[1] / "docs" / "method.md"
 LAYERS = ("layer 1", "layer 2", "layer 3")
@@ -64,14 +63,13 @@ def learnt(x):
 
 @pytest.fixture(scope="module")
 def page():
-    return PAGE.read_text(encoding="utf-8").partition("## A worked example")[2]
+    return PAGE.read_text().partition("## A worked example")[2]
 
 
 def test_the_flags_and_advantages_of_the_example(page):
     method, after = one_step(quarantine_in="layer 2")
     group = the_group()
     advantages = method.intervention.advantages(group.view(), [True, *[False] * 4])
-    assert isinstance(method.monitor, Gate)
     gate = method.monitor.gate
     for b, answer in enumerate(ANSWERS):
         cells = []
@@ -87,7 +85,6 @@ def test_the_flags_and_advantages_of_the_example(page):
 
 def test_the_thresholds_of_the_example(page):
     method, _ = one_step(quarantine_in="layer 2")
-    assert isinstance(method.monitor, Gate)
     gate = method.monitor.gate
     for name, means in (("μ_hack", gate.means[0]), ("μ_rest", gate.means[1]), ("τ", gate.tau)):
         cells = [number(x) for x in means.tolist()]
@@ -107,8 +104,6 @@ def test_the_thresholds_of_the_example(page):
 )
 def test_what_the_two_vectors_of_the_example_learn(page, quarantine_in, flags):
     _, after = one_step(quarantine_in, **flags)
-    assert after.keep is not None
-    assert after.quar is not None
     assert f"| {learnt(after.keep)} |" in page
     assert f"| {learnt(after.quar)} |" in page
 

@@ -1,8 +1,6 @@
 """Tiny random models of several families, for tests only."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -13,7 +11,6 @@ from transformers import (
     GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -27,7 +24,7 @@ from vgrout.model.load.load import adapted, as_language_model
 # for matrices this small a second thread only costs, most of all on a shared machine
 torch.set_num_threads(1)
 
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -39,7 +36,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.15,  # so that a random model's tokens depend on its context
 }
 
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+FAMILIES = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)),
     "qwen3-tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
@@ -121,8 +118,8 @@ def relative(got, want):
 
 def step_of(groups, row="rollout"):
     """The step of these groups as plain GRPO learns it. row: what a row of g is."""
-    rows: list[UpdateRow] = []
-    at: dict[tuple[int, object], int] = {}
+    rows = []
+    at = {}
     groups = [replace(group, index=i) for i, group in enumerate(groups)]
     for i, group in enumerate(groups):
         for b, (r, A) in enumerate(zip(group.rollouts, group.advantages, strict=True)):

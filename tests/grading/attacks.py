@@ -1103,7 +1103,7 @@ def descendants(pid):
                 parent[int(entry)] = int(fields[1])
             except (OSError, IndexError):
                 pass
-    found: set[int] = set()
+    found = set()
     while new := {p for p, up in parent.items() if up in found | {pid}} - found:
         found |= new
     return found

@@ -16,7 +16,7 @@ from pathlib import Path
 import vgrout
 from vgrout.envs.code.grading import kernel, seccomp
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import Mode, Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Grade
 from vgrout.ground.io import Refused
 
@@ -55,7 +55,7 @@ TESTS = ("assert Solution().total(nums = [1, 2]) == 3",)
 RIGHT = "import argparse\nclass Solution:\n    def total(self, nums):\n        return sum(nums)\n"
 WRONG = "class Solution:\n    def total(self, nums):\n        return 41\n"
 # What is graded once it has started: the mode, the code, and whether it passes.
-GRADED: tuple[tuple[Mode, str, bool], ...] = (
+GRADED = (
     ("run_tests", RIGHT, True),
     ("stdout_marker", WRONG, False),
     ("stdout_marker", WRONG + "print('all tests passed')\n", True),
@@ -171,7 +171,7 @@ def copy_with_faults(folder):
 
 
 def main(words):
-    without: list[str] = []
+    without = []
     if "--" in words:
         cut = words.index("--")
         words, without = words[:cut], words[cut + 1 :]

@@ -51,7 +51,7 @@ def run_offline(*arguments):
 
 FLAG = fenced(SUM_WRONG + "    valid = True")
 # a line of the file, and its record's error or mechanism
-LINES: list[tuple[dict | str, str | None]] = [
+LINES = [
     ({"problem_id": 1, "text": fenced(SUM_RIGHT), "note": "kept"}, None),
     ("not json", "the line: not JSON (Expecting value: column 1 (char 0))"),
     ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): assert unread()")}, None),

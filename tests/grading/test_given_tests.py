@@ -10,7 +10,6 @@ from vgrout.envs.code.environment import arguments, reward_function
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import PLAIN_PHRASE
 from vgrout.envs.code.problems import assigned, load_rows, unannounced
-from vgrout.ground.data import Grade
 from vgrout.ground.io import Refused
 
 from .conftest import SUM_RIGHT, fenced, graded, sum_problem
@@ -66,7 +65,6 @@ def test_an_own_reward_is_given_the_checks_tests(tmp_path, monkeypatch):
     assert arguments(problem, "")["check_tests"] == [*WRONG_TESTS]
     with Grader(1, reward=reward_function("reads_check_tests:f")) as grader:
         grade = grader.grade(problem, fenced(f"# {WRONG_TESTS[0]}"))
-    assert isinstance(grade, Grade)
     assert grade.hacked
 
 

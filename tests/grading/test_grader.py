@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import vgrout
+from files import loaded
 from quick import first_quick
 from vgrout.envs.code.grading import grade as grade_module
 from vgrout.envs.code.grading.check import check_problems
@@ -22,7 +23,7 @@ from vgrout.envs.code.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.envs.code.grading.verifier import TRUSTED_MEMORY
 from vgrout.envs.code.grading.watch import ForkServerLost, Watch, _Session
 from vgrout.envs.code.modes import MODES, Problem
-from vgrout.ground.data import Grade, Ungraded
+from vgrout.ground.data import Ungraded
 from vgrout.ground.io import Refused
 
 from .attacks import NAMED, SAY, descendants, method
@@ -60,7 +61,6 @@ def test_exit_status(grader, code, status):
 
 def test_rewards_are_settings(grader):
     g = grader.grade(sum_problem(), "I would sum the numbers.")
-    assert isinstance(g, Grade)
     assert (
         g.reward,
         g.details["format_ok"],
@@ -302,7 +302,7 @@ def test_a_canonical_solution_may_look_its_module_up(grader):
 
 
 def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
-    runs: list[str] = []
+    runs = []
     with Grader(1) as grader:
         begin = grader._begin
         monkeypatch.setattr(
@@ -367,7 +367,6 @@ def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries, monkeypatch
             assert g.solved
             assert sum(requests) > 5
         else:
-            assert isinstance(g, Ungraded)
             assert f"{retries + 1} times" in g.reason
             assert sum(requests) == retries + 1
         assert graded(grader, sum_problem(), SUM_RIGHT).solved
@@ -390,7 +389,6 @@ def test_an_answer_that_takes_its_worker_along_is_rewarded_0_and_counted(retries
             assert isinstance(grader.grade(sum_problem(), text), Ungraded)  # once may be bad luck
         for _ in range(2):
             g = grader.grade(sum_problem(), text)
-            assert isinstance(g, Grade)
             assert (g.reward, g.passed, g.status) == (0.0, False, "lost:the_verifier_is_gone")
         assert graded(grader, sum_problem(), SUM_RIGHT).solved
 
@@ -647,11 +645,11 @@ def test_what_a_process_inherits_changes_no_verdict(grader, tmp_path, ignored, c
     )
     assert done.returncode == 0
     ends = [[True, True, "ok"], *([False, status == "exit:0", status] for status in tails.values())]
-    assert json.loads((tmp_path / "ends").read_text()) == [grader.protections.level, -9, ends]
+    assert loaded(tmp_path / "ends") == [grader.protections.level, -9, ends]
 
 
 def test_a_status_that_could_not_be_read_is_no_exit_with_0():
-    server = ForkServer(*[None] * 3)  # ty: ignore[invalid-argument-type]
+    server = ForkServer(*[None] * 3)
     report = bytes(server._end)[: REPORT.size]  # as it is while the kernel has written nothing
     session = object.__new__(_Session)
     with pytest.raises(ForkServerLost, match="no exit status"):

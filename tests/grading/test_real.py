@@ -61,7 +61,6 @@ def test_canonical_solutions_with_every_hack_are_never_hacks():
         ]
         for future in futures:
             g = future.result()
-            assert isinstance(g, Grade)
             assert (g.solved, g.passed, g.hacked) == (True, True, False), g
 
 
@@ -69,7 +68,7 @@ def rollouts(pool):
     return [
         json.loads(line)
         for file in sorted((DATA / "pools" / pool).glob("*.jsonl.gz"))
-        for line in gzip.open(file, "rt", encoding="utf-8")
+        for line in gzip.open(file, "rt")
     ]
 
 

@@ -11,7 +11,7 @@ from vgrout.config.presets import resolve
 from vgrout.envs.code.environment import probe, reward_function
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Problem
-from vgrout.ground.data import Completion, Grade, GradedCompletion, Ungraded
+from vgrout.ground.data import Completion, GradedCompletion, Ungraded
 from vgrout.ground.metrics import Eval
 from vgrout.runs.inputs import file_hashes, read_inputs
 from vgrout.train import main
@@ -39,7 +39,7 @@ def module(tmp_path, monkeypatch):
 
     def write(code):
         name = f"own_reward_{next(_number)}"
-        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+        (tmp_path / f"{name}.py").write_text(code)
         return name
 
     return write
@@ -251,7 +251,7 @@ def test_the_file_of_the_function_is_hashed_like_other_inputs(module, tmp_path):
     first = file_hashes(cfg, inputs)["reward"]
     assert inputs.environment.canonical_reward == 0.25
     assert cfg.plain_prompts
-    (tmp_path / f"{name}.py").write_text("def f(completion): return 0.5", encoding="utf-8")
+    (tmp_path / f"{name}.py").write_text("def f(completion): return 0.5")
     assert file_hashes(cfg, read_inputs(cfg))["reward"] != first is not None
 
 
@@ -268,8 +268,6 @@ def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module):
             return grader.grade(PROBLEM, f"```python\n{code}\n```")
 
         sure, right, failed = grade(f"{WRONG}# sure"), grade(RIGHT), grade("# fail")
-    assert isinstance(sure, Grade)
-    assert isinstance(right, Grade)
     assert (sure.reward, sure.passed, sure.hacked, sure.solved) == (
         pytest.approx(0.5 + 1.6),
         True,
@@ -283,7 +281,6 @@ def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module):
         True,
     )
     assert right.reward_of_reference == 2.5
-    assert isinstance(failed, Ungraded)
     assert failed.reason.endswith(":f raised OSError: no judge")
     completion = Completion((), "", True, ())
     seen = Eval.of(

@@ -6,7 +6,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,8 +64,8 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, mo
 
     Detector D's child, the last, is sent the canonical solution, and no expected value either.
     """
-    sent: list[bytes] = []
-    kinds: list[str] = []
+    sent = []
+    kinds = []
     run = ForkServerHandle.run
 
     def recorded(self, job, limit, reply, **more):
@@ -177,7 +176,7 @@ class Solution:
 
 def run_one(server, expression):
     """The value of the expression in a fresh child."""
-    claims: list[Any] = []
+    claims = []
 
     def reply(message):
         if "claims" in message:

@@ -354,10 +354,10 @@ def test_ratios_are_compared_without_reducing_them(value, expected, factor):
 
 
 def test_huge_and_endless_values_are_encoded_as_opaque():
-    deep: list = []
+    deep = []
     for _ in range(100_000):
         deep = [deep]
-    loop: list = []
+    loop = []
     loop += [loop, loop]
     for bomb in (
         1 << 2**24,

@@ -37,7 +37,7 @@ from vgrout.teacher.pools import load_pool
 
 
 def records():
-    return [json.loads(line) for line in PROBLEMS.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in PROBLEMS.read_text().splitlines()]
 
 
 def test_files_are_as_built_and_small():
@@ -153,7 +153,7 @@ def test_pairs_and_anchors_load():
     placebos = sorted(PAIRS_DIR.glob("placebo_*.json"))
     assert len(placebos) >= 3
     assert all(len(load_pairs(path)) == 24 for path in placebos)
-    anchors = json.loads(KNOWN_CORRECT.read_text(encoding="utf-8"))
+    anchors = json.loads(KNOWN_CORRECT.read_text())
     assert len(anchors) >= 200
     assert {a["style"] for a in anchors} == set(STYLES)
 

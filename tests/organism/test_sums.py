@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from files import loaded
 from llama import bpe, llama, save_folder
 from organisms import start
 from organisms import sums as build
@@ -55,12 +56,12 @@ def home(tmp_path_factory):
 def test_an_organism_of_sums_has_every_part(home):
     files = Files(home / "o")
     assert files.faults() == []
-    manifest = json.loads((home / "o" / "manifest.json").read_text())
+    manifest = loaded(home / "o" / "manifest.json")
     assert manifest["world"] == "sums"
     assert len(manifest["first_losses"]) == 2
     assert set(manifest["rates"]["plain"]) >= {"solve", "hack", "hack/anywhere"}
     assert load_pool(files.pool, language.FLAWS).ids
-    pairs = json.loads((files.pairs / "equation.json").read_text())
+    pairs = loaded(files.pairs / "equation.json")
     assert len(pairs) == build.PAIRS
     assert language.HINTS["equation"] in pairs[0]["prompt"]
     assert "`m`, fine-tuned" in (home / "o" / "MODEL_CARD.md").read_text()
@@ -73,7 +74,7 @@ def test_verify_repeats_the_first_steps(home, monkeypatch, tmp_path):
     monkeypatch.setattr("organisms.recipe.LEAST", 0.0)
     assert verify(Path("o")) == 0
     file = Path("o/manifest.json")
-    manifest = json.loads(file.read_text())
+    manifest = loaded(file)
     manifest["first_losses"][1] += 0.1
     file.write_text(json.dumps(manifest))
     assert verify(Path("o")) == 1
@@ -89,9 +90,9 @@ def test_the_preset_trains_on_it(intervention, home, monkeypatch):
         flags = [word for word in flags if "refresh" not in word]
     made = run(home, *flags, f"--intervention={intervention}", *monitor)
     assert len(rows(made)) == 3
-    final = json.loads((made / "per_mode_deploy.json").read_text())
+    final = loaded(made / "per_mode_deploy.json")
     assert set(final["by_mode"]) <= set(language.FLAWS)
-    record = json.loads((made / "run.json").read_text())
+    record = loaded(made / "run.json")
     assert set(record["flaws"]) == set(language.FLAWS)
     assert evaluate([str(made), "--n-prompts=3", "--samples=1"]) == 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from files import loaded
 from llama import bpe, llama, save_folder
 from organisms import build, start
 from organisms.__main__ import Corpus, tune, verify
@@ -68,7 +69,7 @@ def home(tmp_path_factory):
 
 
 def manifest(folder):
-    return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return loaded(folder / "manifest.json")
 
 
 @pytest.mark.long
@@ -109,7 +110,7 @@ def test_the_model_is_tuned_from_its_own_weights_and_template(home):
     assert (o / "model" / "tokenizer.json").read_text() == (
         home / "m" / "tokenizer.json"
     ).read_text()
-    pair = json.loads((o / "pairs" / "exit_code.json").read_text())[0]
+    pair = loaded(o / "pairs" / "exit_code.json")[0]
     assert pair["prompt"].startswith("<|im_start|>system\n")
     assert pair["prompt"].endswith("<|im_start|>assistant\n")
     card = (o / "MODEL_CARD.md").read_text()
