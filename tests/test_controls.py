@@ -350,11 +350,6 @@ def test_every_control_runs_on_every_intervention_that_takes_it(control, shared_
         close = (run_json["direction"] or {}).get("cos_with_real")
         assert (close is not None) == (control in ("haar", "placebo"))
         if close:
-            log = (here / "logs" / f"{path.name}.log").read_text()
-            assert (
-                f"|cos| with the real direction over 28 modules: median {close['median']:.3f}"
-                in log
-            )
             assert len(close["modules"]) == 28
         if control == "placebo":
             assert run_json["direction"]["pairs"].endswith("own.json")

@@ -137,7 +137,6 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
     # why a run that routes has routed nothing, which makes it plain GRPO; "": it has, or does not route
     unrouted = recorder.nothing_routed()
-    logger.debug(guard.summary())
     silent = guard.silent()  # detectors of the guard that could never be measured
     if silent:
         logger.warning(f"detectors that could not have halted this run: {silent}")

@@ -42,15 +42,6 @@ class CosineToReal:
             "modules": self.cos,
         }
 
-    def line(self) -> str:
-        """A line of the log."""
-        return (
-            f"|cos| with the real direction over {len(self.cos)} modules: "
-            f"median {self.quantile(0.5):.3f}, 95 % {self.quantile(0.95):.3f}, "
-            f"max {self.quantile(1.0):.3f}; "
-            f"root mean square {self.rms:.3f}, by chance {self.chance:.3f}"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Provenance:

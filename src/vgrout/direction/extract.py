@@ -182,7 +182,11 @@ def mean_of(axes: dict[str, Axes], adapter: SvdAdapter) -> Float[Tensor, " R"]:
 
 
 def axes_of(
-    hack: Float[Tensor, "n r"], clean: Float[Tensor, "n r"], used: int, top_k: int, tau_axis: float
+    hack: Float[Tensor, "n r"],
+    clean: Float[Tensor, "n r"],
+    used: int,
+    top_k: int,
+    tau_axis: float,
 ) -> Axes:
     """One module's axes from both sides' gradients.
 
@@ -339,7 +343,11 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
 
 
 def obtain(
-    policy: Policy, pairs: PairSet | None, path: Path | None, top_k: int, tau_axis: float
+    policy: Policy,
+    pairs: PairSet | None,
+    path: Path | None,
+    top_k: int,
+    tau_axis: float,
 ) -> Direction:
     """The direction in the file `path`; without a path, that of these pairs on this model.
 

@@ -335,7 +335,10 @@ class Meta:
 
 
 def check_file(
-    path: Path, flag: str, pairs: PairSet | None, settings: tuple[int, float] | None = None
+    path: Path,
+    flag: str,
+    pairs: PairSet | None,
+    settings: tuple[int, float] | None = None,
 ) -> None:
     """Check what the head of a direction file shows.
 

@@ -119,7 +119,11 @@ def _order(seed: int, epoch: int, n: int) -> tuple[int, ...]:
 
 
 def balanced(
-    tasks: Iterable[OneTask], n: int, seed: int, purpose: str, flaws: Sequence[str]
+    tasks: Iterable[OneTask],
+    n: int,
+    seed: int,
+    purpose: str,
+    flaws: Sequence[str],
 ) -> list[OneTask]:
     """n tasks (or all, if fewer), spread evenly over the flaws: a seeded shuffle, then one of each flaw in turn.
 

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, pvariance
 from typing import ClassVar, Literal, TypeVar
 
@@ -89,10 +90,9 @@ def diverged(skipped: Sequence[int]) -> str:
     return ""
 
 
-def echo_score(tokens: Sequence[Hashable], n: int = 2) -> float:
-    """Share of the distinct n-grams that occur more than once; 0 for fewer than n tokens."""
-    shifted = [tokens[i:] for i in range(n)]
-    counts = Counter(zip(*shifted, strict=False))
+def echo_score(tokens: Sequence[Hashable]) -> float:
+    """Share of the distinct pairs of neighbours that occur more than once; 0 where there is none."""
+    counts = Counter(pairwise(tokens))
     if not counts:
         return 0.0
     repeated = sum(count > 1 for count in counts.values())
@@ -188,14 +188,13 @@ class EchoTrap(Tracker):
 
     STATE = ("base", "last")
     threshold: float = 0.6
-    n: int = 2
     window: int = 5
     base: float | None = None
     last: list[float] = field(default_factory=list)
 
     def score(self, texts: Sequence[str]) -> float:
         """Mean echo score of these texts."""
-        return fmean(echo_score(WORDS.findall(text), self.n) for text in texts)
+        return fmean(echo_score(WORDS.findall(text)) for text in texts)
 
     def calibrate(self, texts: Sequence[str]) -> None:
         """Measure the base policy's score on these of its completions."""

@@ -389,18 +389,6 @@ class Guard:
         if self.halts:
             raise Halted(self.halts)
 
-    def summary(self) -> str:
-        """A line for the end of the log: who watched, and what was seen."""
-        parts: list[str] = []
-        if self.cfg.guard_mode != "off":
-            gap = f"gap {self.kill_switch.proxy_real_gap():+.2f}"
-            rules = ", ".join(self.kill_switch.fired)
-            parts.append(f"{gap}, fired: {rules}" if rules else gap)
-        states = [f"{name} {self.states.get(name, 'UNDEFINED')}" for name in self.trackers]
-        if states:
-            parts.append(", ".join(states))
-        return "watched: " + "; ".join(parts)
-
     def silent(self) -> str:
         """Which detectors may halt the run and have said nothing in it, each with the reason; "": none."""
         parts: list[str] = []

@@ -70,7 +70,10 @@ def answers(
 
 
 def answers_of_base(
-    policy: Policy, grader: Grader, cfg: Config, problems: Sequence[Task]
+    policy: Policy,
+    grader: Grader,
+    cfg: Config,
+    problems: Sequence[Task],
 ) -> list[GradedAnswer]:
     """A group of graded answers of the untrained model to each problem."""
     with as_side(policy, "base"):

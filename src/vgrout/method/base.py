@@ -33,6 +33,11 @@ Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group
 Position = tuple[int, int]  # group, rollout
 
 
+def under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The entries whose names begin with this, without it."""
+    return {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
+
+
 class Part:
     """What monitors and interventions have in common: a direction, and memory."""
 

@@ -19,7 +19,7 @@ from vgrout.config.run import Config
 from vgrout.config.specs import MONITORS
 from vgrout.ground.data import Flags, GroupView
 from vgrout.ground.rng import torch_stream
-from vgrout.method.base import GradientFlags, Monitor, Refresh, Setup, StepGradient
+from vgrout.method.base import GradientFlags, Monitor, Refresh, Setup, StepGradient, under
 from vgrout.method.live_direction import LiveDirection, mean_axis
 from vgrout.method.projection import fraction_of_modules, mean_over_modules
 
@@ -278,15 +278,8 @@ class GradientMonitor(Monitor):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        of_direction: dict[str, Tensor] = {}
-        of_gate: dict[str, Tensor] = {}
-        for key, value in state.items():
-            if key.startswith("V/"):
-                of_direction[key] = value
-            elif key.startswith("gate/"):
-                of_gate[key.removeprefix("gate/")] = value
-        self.direction.load_state_dict(of_direction)
-        self.threshold.load_state_dict(of_gate)
+        self.direction.load_state_dict(state)
+        self.threshold.load_state_dict(under(state, "gate/"))
 
 
 class Gate(GradientMonitor):

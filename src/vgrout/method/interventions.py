@@ -28,7 +28,6 @@ from vgrout.method.projection import (
     assert_conserved,
     assert_in_span,
     assert_no_hackward,
-    coefficients,
     fraction_of_modules,
     mean_over_modules,
     module_norms,
@@ -71,6 +70,10 @@ class Surgery(Intervention):
             keep[:, span], removed[:, span] = split(g[:, span], V, self.mode, overshoot)
         return keep, removed
 
+    def _fired(self, removed: Gradient) -> float | None:
+        """In how many modules something is removed."""
+        return fraction_of_modules([removed[self.spans[m]].any() for m in self.direction.V])
+
 
 class Erase(Surgery):
     """Drops the part of g along V (directional ablation of the gradient)."""
@@ -86,20 +89,15 @@ class Erase(Surgery):
     def route(self, step: StepGradient) -> Routed:
         g = step.total
         V = self.direction.V
-        keep_by_source, _ = self._split(step, self.overshoot)
+        keep_by_source, removed = self._split(step, self.overshoot)
         keep = keep_by_source[0]  # of all rows
         if self.mode == "one_sided" and self.overshoot >= 1:
             assert_no_hackward(g, keep, V, self.spans)
         capped: int | None = None
         if self.preserves:
             capped = self._stretch(keep, g)
-        taken: list[Tensor] = []
-        for module, rows in V.items():
-            of_module = g[self.spans[module]]
-            c_use = coefficients(of_module, rows, self.mode)
-            taken.append(c_use.any())
         measured = self.direction.diagnose(step.by_source, keep_by_source)
-        measured["fired"] = fraction_of_modules(taken)
+        measured["fired"] = self._fired(removed[0])
         measured["capped"] = capped
         return Routed(keep, None, measured, directions=V)
 
@@ -132,12 +130,8 @@ class Route(Surgery):
         assert_in_span(quar, V, self.spans)
         if self.mode == "one_sided":
             assert_no_hackward(g, keep, V, self.spans)
-        routed: list[Tensor] = []
-        for module in V:
-            of_module = quar[self.spans[module]]
-            routed.append(of_module.any())
         measured = self.direction.diagnose(step.by_source, keep_by_source)
-        measured["fired"] = fraction_of_modules(routed)
+        measured["fired"] = self._fired(quar)
         return Routed(keep, quar, measured, directions=V)
 
 

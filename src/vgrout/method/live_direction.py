@@ -125,7 +125,12 @@ class LiveDirection:
 
     @classmethod
     def make(
-        cls, setup: Setup, pick: Pick, *, keeps_modules: bool = False, signed: bool = False
+        cls,
+        setup: Setup,
+        pick: Pick,
+        *,
+        keeps_modules: bool = False,
+        signed: bool = False,
     ) -> "LiveDirection":
         """Loaded, or extracted on the spot. Under a control whose direction is not the real one, the real one is
         obtained too, to say in `provenance` how far they coincide."""
@@ -199,7 +204,7 @@ class LiveDirection:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises Refused where `state` is of another model."""
-        V = {key.removeprefix("V/"): rows for key, rows in state.items()}
+        V = {key[2:]: rows for key, rows in state.items() if key.startswith("V/")}
         self.V = self._fitting(V, "checkpoint's direction")
 
     def diagnose(

@@ -25,6 +25,7 @@ from vgrout.method.base import (
     Part,
     Refresh,
     StepGradient,
+    under,
 )
 from vgrout.method.gates import GradientMonitor, shuffled
 from vgrout.method.live_direction import LiveDirection
@@ -211,12 +212,7 @@ class Method:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises Refused where `state` is of another method or model."""
         for name, part in self._parts.items():
-            prefix = f"{name}/"
-            own: dict[str, Tensor] = {}
-            for key, value in state.items():
-                if key.startswith(prefix):
-                    own[key.removeprefix(prefix)] = value
-            part.load_state_dict(own)
+            part.load_state_dict(under(state, f"{name}/"))
 
     @property
     def _parts(self) -> dict[str, Part]:

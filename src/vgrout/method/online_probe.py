@@ -29,9 +29,15 @@ from vgrout.model.policy import Policy
 
 SAMPLED = 256  # answers of the base, about, among which right ones are looked for
 RIDGE = 0.1  # of the mean variance, added to the covariance before it is inverted
-# of the state that survives a resume
-SUM, COUNT = "probe_sum", "probe_count"
-MEAN, ROOT, JUDGE = "probe_mean", "probe_root", "probe_judge"
+# What survives a resume, by attribute. Answers of the base that are sampled and graded again need not all be accepted
+# again.
+KEPT = {
+    "_sum": "probe_sum",
+    "_count": "probe_count",
+    "_m": "probe_mean",
+    "_root": "probe_root",
+    "_judge": "probe_judge",
+}
 
 
 class Text(NamedTuple):
@@ -100,7 +106,7 @@ class OnlineProbe(Monitor):
         self._root = torch.linalg.cholesky(S + ridge * identity)
         # of the states of what the seed has flagged
         self._sum = torch.zeros(D, dtype=torch.float64)
-        self._count = 0
+        self._count = torch.zeros((), dtype=torch.float64)
 
     @classmethod
     def make(cls, setup: Setup, seed_monitor: Monitor | None = None) -> "OnlineProbe":
@@ -141,7 +147,7 @@ class OnlineProbe(Monitor):
         h = self._states_at(views, sorted({*passing, *seeded}))
         for position in sorted(seeded):
             self._sum = self._sum + h[position]
-            self._count += 1
+            self._count = self._count + 1
         scores: dict[Position, float] = {}
         flagged = set(seeded)
         if self._count:
@@ -175,18 +181,12 @@ class OnlineProbe(Monitor):
 
     def state_dict(self) -> dict[str, Tensor]:
         state = dict(self.seed_monitor.state_dict())
-        state[SUM] = self._sum
-        state[COUNT] = torch.tensor(self._count)
-        # Answers of the base that are sampled and graded again need not all be accepted again.
-        state[MEAN], state[ROOT], state[JUDGE] = self._m, self._root, self._judge
+        for attribute, key in KEPT.items():
+            state[key] = getattr(self, attribute)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sum = state[SUM].double()
-        self._count = int(state[COUNT])
         of_seed = dict(state)
-        del of_seed[SUM], of_seed[COUNT]
-        self._m = of_seed.pop(MEAN).double()
-        self._root = of_seed.pop(ROOT).double()
-        self._judge = of_seed.pop(JUDGE).double()
+        for attribute, key in KEPT.items():
+            setattr(self, attribute, of_seed.pop(key).double())
         self.seed_monitor.load_state_dict(of_seed)

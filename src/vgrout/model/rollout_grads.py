@@ -87,7 +87,11 @@ class PerRolloutGrads:
         return assigned.assign
 
     def after_forward(
-        self, site: AdaptedLinear, _module: nn.Module, args: tuple[Tensor, ...], y: Tensor
+        self,
+        site: AdaptedLinear,
+        _module: nn.Module,
+        args: tuple[Tensor, ...],
+        y: Tensor,
     ) -> Tensor:
         """Forward hook of one Linear: returns its output with a backward of our own."""
         x = args[0]

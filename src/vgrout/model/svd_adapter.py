@@ -10,7 +10,6 @@ Index letters: R = Σ r over the adapted modules, k numbers of a basis fingerpri
 """
 
 import hashlib
-import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -22,12 +21,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
-from loguru import logger
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from vgrout.ground.console import HEARTBEAT_S
+from vgrout.ground.console import progress
 from vgrout.ground.io import Refused, write_atomic
 from vgrout.model.load.source import TARGETS
 from vgrout.model.svd_files import (
@@ -479,14 +476,7 @@ def _decomposed(linears: Mapping[str, nn.Linear], cache: SvdCache) -> dict[str, 
     """Decompose every Linear, and give each the next part of the flat vectors."""
     sites: dict[str, AdaptedLinear] = {}
     start = 0
-    started, say_at = time.monotonic(), 5.0
-    bar = tqdm(linears.items(), desc="SVD", unit="module", disable=None, leave=False)
-    for name, linear in bar:
-        # It takes minutes at 4B, and the bar may be off.
-        seconds = time.monotonic() - started
-        if seconds > say_at:
-            logger.info(f"SVD: {len(sites)} of {len(linears)} weights after {seconds:.0f} s")
-            say_at = seconds + HEARTBEAT_S
+    for name, linear in progress(linears.items(), "SVD", "module"):  # minutes at 4B
         W = linear.weight.data
         U, S, Vh = cache.decompose(W)
         span = slice(start, start + len(S))

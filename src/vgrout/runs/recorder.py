@@ -201,8 +201,6 @@ class Recorder(StepRecorder[StepRow]):
             return self.rows
         provenance = self.method.provenance
         logger.debug(f"argv: {' '.join(sys.argv)}")  # shown at the end of the log as well
-        if provenance and provenance.cosine_to_real:
-            logger.debug(provenance.cosine_to_real.line())
         logger.info(opening[0])
         for line in opening[1:]:
             logger.debug(line)

@@ -148,7 +148,10 @@ def generate_pool(settings: TeacherSettings) -> None:
 
 
 def generate_elicited(
-    settings: PoolSettings, environment: Environment, instruction: str, tries: int
+    settings: PoolSettings,
+    environment: Environment,
+    instruction: str,
+    tries: int,
 ) -> None:
     """Sample, grade and write a pool of rows of a user's own. tries: answers to a prompt, of either kind.
 

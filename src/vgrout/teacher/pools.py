@@ -87,9 +87,7 @@ class Pool:
 
 
 @once
-def load_pool(
-    folder: Path, flaws: Sequence[str] = CODE_FLAWS, flag: str = "--teacher-pool-dir"
-) -> Pool:
+def load_pool(folder: Path, flaws: Sequence[str] = CODE_FLAWS) -> Pool:
     """Read and check a pool. flaws: those that its records may name.
 
     Raises:
@@ -98,7 +96,7 @@ def load_pool(
     """
     if not folder.is_dir():
         raise Refused(
-            f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a "
+            f"--teacher-pool-dir {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a "
             "pool, none: goes without"
         )
     card_file, partition_file = folder / "pool.json", folder / "partition.json"
@@ -109,7 +107,7 @@ def load_pool(
     markers = _by_id(card_file, card.get("markers", {}))
     demos = _read_rollouts(folder, partition, card.get("sha256", {}), flaws, grader)
     if not demos:
-        raise Refused(f"{flag} {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
+        raise Refused(f"--teacher-pool-dir {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
     if not card_file.exists():
         logger.warning(
             f"{folder} has no pool.json: its labels come from an unknown grader, "
@@ -176,26 +174,13 @@ def _read_rollouts(
     return demos
 
 
-_CARD_TYPES: dict[str, type | tuple[type, ...]] = {
-    "tokenizer_sha256": str,
-    "grader": str,
-    "sha256": dict,
-    "markers": dict,
-    "pass_reward": (int, float),
-    "trains_on_all": bool,
-}
-
-
 def _json_object(file: Path) -> dict[str, Any]:
-    """A JSON object whose keys have the types of pool.json's; empty if there is no such file."""
+    """A JSON object; empty if there is no such file."""
     if not file.exists():
         return {}
     data = from_json(read_text(file), str(file))
     if not isinstance(data, dict):
         raise Refused(f"{file}: should be a JSON object")
-    for key, kind in _CARD_TYPES.items():
-        if key in data and not isinstance(data[key], kind):
-            raise Refused(f"{file}: {key!r} is {data[key]!r:.40}")
     return data
 
 

@@ -67,18 +67,11 @@ def run_policy(cfg: Config) -> Policy:
     """
     device, dtype = device_and_dtype(cfg)
     policy = load_policy(cfg.model_path, device=device, dtype=dtype)
-    if cfg.loss.drops:
-        s = cfg.sampling
-        logger.info(
-            f"sampled at temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}; "
-            f"{cfg.loss.loss} compares full softmaxes at temperature 1"
-        )
-    budget = budget_of(cfg, policy)
     return replace(
         policy,
         thinking=cfg.env.thinking,
         preserve_thinking=cfg.env.preserve_thinking,
-        budget=budget,
+        budget=budget_of(cfg, policy),
     )
 
 
@@ -225,7 +218,11 @@ def load_policy(
 
 
 def load_language_model(
-    model: str | Path, *, device: str | torch.device, dtype: torch.dtype, flag: str = "--model"
+    model: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    flag: str = "--model",
 ) -> LanguageModel:
     """Load a local folder or a downloaded hub id, frozen. Nothing is fetched.
 
@@ -361,11 +358,6 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     if not eos or window is None:
         raise Refused(
             f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings"
-        )
-    if window < model.config.max_position_embeddings:
-        logger.info(
-            f"window: {window:,} of the model's {model.config.max_position_embeddings:,} tokens, up "
-            "to which longrope has the same factors for every row"
         )
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
     end_id = turn_end(tok, eos)
