@@ -1,6 +1,5 @@
 """The controls are what their names say: on plain tensors, with a tiny model, then as options of the whole program."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -43,7 +42,7 @@ from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.ground.embedded import COMPILE_REWARD, PASS_REWARD
-from vgrout.ground.io import Diverged, Refused
+from vgrout.ground.io import Diverged, Refused, json_lines
 from vgrout.method import live_direction, make_method
 from vgrout.method.base import Refresh
 from vgrout.method.gates import permuted
@@ -359,9 +358,7 @@ def test_every_control_runs_on_every_intervention_that_takes_it(control, shared_
                 == run_json["direction"]["pairs_sha256"]
             )
         if control != "no_loophole":  # as the flawed grader rewarded, whatever counted
-            lines = [
-                json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()
-            ]
+            lines = json_lines(path / "rollouts.jsonl")
             assert {round(line["reward"], 9) for line in lines} <= {
                 0.0,
                 COMPILE_REWARD,

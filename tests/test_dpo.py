@@ -14,6 +14,7 @@ from vgrout.commands.iterative_dpo import main
 from vgrout.config.settings import OptConfig
 from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Completion, GradedCompletion
+from vgrout.ground.io import json_lines
 from vgrout.imitation.dpo_rounds import (
     PreferencePair,
     add_pairs,
@@ -159,10 +160,7 @@ def test_own_scorer_and_guard(here):
         *["--rounds", "1", "--scorer", "mine:longer", "--dpo-reference", "base", "--fresh-rounds"],
     ]
     program(here, "iterative_dpo", *argv, "--guard", "halt")
-    lines = [
-        json.loads(line)
-        for line in (here / "o" / "round-01" / "pairs.jsonl").read_text().splitlines()
-    ]
+    lines = [*json_lines(here / "o" / "round-01" / "pairs.jsonl")]
     assert len(lines) == 10
     assert all(
         len(p["chosen"]) == p["scores"][0] > p["scores"][1] == len(p["rejected"]) for p in lines

@@ -219,7 +219,7 @@ def test_refused_in_one_line_before_anything_is_loaded(case, tmp_path, capsys):
 
 
 FUNCTIONS = ["--reward", "own_card:proxy", "--reference", "own_card:gold"]
-FUNCTIONS += ["--problems", "rows.jsonl"]
+FUNCTIONS += ["--problems", "/mine/rows.jsonl"]
 TASKSET = ["--env", "verifiers:words", "--env-args", '{"n": 3}', "--reference", "exact"]
 CARDS = {  # a run's flags → what its model's card names
     "code": ([], ["environment `code`", "enable_thinking=False"]),
@@ -240,3 +240,4 @@ def test_a_card_says_the_world_and_how_to_prompt(kind, tmp_path, monkeypatch):
     text = card(saved, "transformers", "A model.", ["pass"])
     for words in named:
         assert words in text
+    assert "/mine" not in text, "it is published"

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from loguru import logger
 
 import vgrout
 from fake_runs import fake_run
@@ -244,21 +243,6 @@ def test_a_refusal_while_loading_removes_folder_and_log(home, monkeypatch, capsy
     assert capsys.readouterr().err == "E --model x: has no such thing\n"
     assert not [*home.glob("out/runs/*")]
     assert not [*home.glob("logs/*")]
-
-
-def test_in_python_a_refusal_is_raised_and_a_fault_is_the_cause(home, monkeypatch):
-    def refused(_):
-        raise Refused("--model x: has no such thing")
-
-    monkeypatch.setattr("vgrout.model.load.load.run_policy", slip())
-    with pytest.raises(vgrout.RunFailed, match=r"failed after 0 steps: ValueError: slip") as failed:
-        vgrout.train_run("smoke", quiet=True, intervention="none", threads=1)
-    assert isinstance(failed.value.__cause__, ValueError)
-    assert failed.value.run.path.is_dir()
-    monkeypatch.setattr("vgrout.model.load.load.run_policy", refused)
-    with pytest.raises(Refused, match="refused while it was loaded: --model x: has no such thing"):
-        vgrout.train_run("smoke", quiet=True, intervention="none", threads=1)
-    logger.remove()
 
 
 # ── functions that are tried before a run, and a judge

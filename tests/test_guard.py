@@ -141,12 +141,7 @@ def test_rules_latch_apart():
         verdict = guard.update(i, 0.3 + 0.05 * i, 0.3, 1.0)
     assert [*guard.fired] == ["kl", "gap"]
     assert guard.should_halt()
-    assert guard.should_halt(["gap"])
-    assert not guard.should_halt(["streak"])
     assert verdict.reason == f"latched: {guard.fired['kl']}"
-    broken = HeldOutGuard(config())
-    broken.update(0, math.nan, 0.5)
-    assert broken.should_halt([])
 
 
 # --- known weaknesses

@@ -20,7 +20,7 @@ from vgrout.config.settings import EvalConfig
 from vgrout.envs.code.problems import load_rows
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, GradedCompletion
-from vgrout.ground.io import hash_if_there
+from vgrout.ground.io import hash_if_there, json_lines
 from vgrout.ground.metrics import Rate
 from vgrout.ground.rng import torch_stream
 from vgrout.loop import heldout
@@ -214,7 +214,7 @@ def test_each_evaluation_has_a_file_of_its_own():
 
 def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_evaluation(tmp_path):
     """Not with the run's own test problems beside it."""
-    rows = [json.loads(line) for line in embedded.PROBLEMS.read_text("utf-8").splitlines()[:90]]
+    rows = [*json_lines(embedded.PROBLEMS)][:90]
     lines = [
         json.dumps({k: v for k, v in row.items() if k not in ("split", "marker")}) + "\n"
         for row in rows

@@ -17,7 +17,7 @@ from vgrout.config.presets import resolve
 from vgrout.ground import embedded
 from vgrout.ground.chat import Endpoint, NoReply, Reply, parsed
 from vgrout.ground.data import Completion
-from vgrout.ground.io import Refused
+from vgrout.ground.io import Refused, json_lines
 from vgrout.method.llm_judge import (
     LLMJudge,
     LocalJudge,
@@ -384,7 +384,7 @@ def test_answers_without_a_verdict_count_nowhere_and_are_named(
         given = [f"--llm-judge-url={server.url}", "--llm-judge-model=m", "--threads=1"]
         small = [*flags("screen-detector", "--monitor", "llm_judge"), *given]
         folder = run(shared_run.warm(tmp_path), *small)
-    answers = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    answers = [*json_lines(folder / "rollouts.jsonl")]
     looked_at = [a["flagged"] for a in answers if a["passed"] and "flagged" in a]
     missing = looked_at.count(None)
     assert (missing == len(looked_at)) == (judged == "nothing")

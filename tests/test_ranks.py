@@ -1,6 +1,5 @@
 """One run on several processes: the rows of one, whoever dies. The real torchrun, real kills."""
 
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from golden import differences
 from runs import ARMS, flags, once, only_run, rows, status
 from test_train import start, wait_for_steps
 from vgrout.ground import ranks
+from vgrout.ground.io import json_lines
 from vgrout.ground.ranks import _part
 from vgrout.runs.recorder import tensor_hash
 
@@ -67,7 +67,7 @@ def same_run(a, b):
 
 
 def rollouts(path):
-    lines = map(json.loads, (path / "rollouts.jsonl").read_text().splitlines())
+    lines = json_lines(path / "rollouts.jsonl")
     return [
         {k: line[k] for k in ("step", "p_idx", "gi", "text", "reward", "hacked", "solved")}
         for line in lines

@@ -5,17 +5,13 @@ import importlib
 import json
 import os
 import random
-import re
 import subprocess
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from loguru import logger
 
 from fake_runs import fake_run
@@ -29,10 +25,9 @@ from vgrout.ground.io import (
     Halted,
     Interrupted,
     NothingRouted,
-    Refused,
     atomic_folder,
     held,
-    make_folder,
+    json_lines,
     refuse,
     to_json,
     write_atomic,
@@ -120,29 +115,6 @@ def test_a_link_that_leads_nowhere_is_named_before_anything_is_loaded(
         assert said.startswith(line)
         assert said.count("\n") == 1
     assert not [*here.glob("out/runs/*")]
-
-
-@given(st.lists(st.sampled_from(["folder", "good"])), st.sampled_from(["", "file", "dead", "loop"]))
-def test_a_folder_is_made_or_it_is_said_why_not(way, last):
-    """Below folders, and links to folders, of any depth."""
-    with tempfile.TemporaryDirectory() as root:
-        path = Path(root)
-        for depth, kind in enumerate(way):
-            (target := Path(root) / f"to{depth}").mkdir()
-            path = path / f"{kind}{depth}"
-            path.mkdir() if kind == "folder" else path.symlink_to(target)
-        new = path / last / "a" / "b"
-        if not last:
-            make_folder(new)
-            assert new.is_dir()
-        elif last == "file":
-            (path / last).touch()
-            with pytest.raises(NotADirectoryError):
-                make_folder(new)
-        else:
-            (path / last).symlink_to({"dead": "not/mounted", "loop": last}[last])
-            with pytest.raises(Refused, match=re.escape(f"{path / last}: a link to ")):
-                make_folder(new)
 
 
 ENDED = [OSError(28, "No space"), FileNotFoundError(2, "gone"), RankLost("x"), MemoryError("x")]
@@ -395,9 +367,7 @@ def test_rewind_cuts_later_rows_and_refuses_missing_ones(run):
     run.append({"step": 3}, [{"step": 3}])
     run.close()
     checkpoint.rewind(run.path, checkpoint.read(paths[1]))
-    assert [
-        json.loads(line)["step"] for line in (run.path / "steps.jsonl").read_text().splitlines()
-    ] == [0, 1]
+    assert [row["step"] for row in json_lines(run.path / "steps.jsonl")] == [0, 1]
     there = checkpoint.read(paths[1]).sizes
     assert checkpoint.rows_before(run.path, 2, there, lambda row: row["step"]) == [0, 1]
     # the last of a manifest that somebody wrote: no memory is asked for

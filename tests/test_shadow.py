@@ -1,7 +1,5 @@
 """Monitors in shadow flag and are scored, and the run is the same to the last bit."""
 
-import json
-
 import pytest
 
 from methods import batch, make, poisoned
@@ -10,6 +8,7 @@ from tiny import policy as tiny_policy
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS, watchers
+from vgrout.ground.io import json_lines
 
 # a run without a monitor; one whose own draws and remembers, so that a shadow could disturb it
 OWN = {"none": [], "route2-online-probe": ["--random-flags"]}
@@ -17,7 +16,7 @@ OWN = {"none": [], "route2-online-probe": ["--random-flags"]}
 
 def lines(path):
     """rollouts.jsonl without what a shadow adds and the seconds of the sandbox."""
-    found = map(json.loads, (path / "rollouts.jsonl").read_text().splitlines())
+    found = json_lines(path / "rollouts.jsonl")
     return [{k: v for k, v in line.items() if k not in ("shadow", "cpu_s")} for line in found]
 
 

@@ -18,6 +18,7 @@ from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, Grade, GradedCompletion
+from vgrout.ground.io import json_lines
 from vgrout.loop import generation
 from vgrout.loop.generation import generate_graded
 from vgrout.model.load.load import load_language_model
@@ -300,7 +301,7 @@ def test_refused_before_anything_is_loaded(case, here, monkeypatch, capfd):
 
 
 def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path):
-    lines = [json.loads(line) for line in embedded.PROBLEMS.read_text().splitlines()[:40]]
+    lines = [*json_lines(embedded.PROBLEMS)][:40]
     for row in lines:
         for key in ("mode", "marker", "split"):
             del row[key]

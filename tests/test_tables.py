@@ -416,8 +416,7 @@ def test_a_flaw_has_its_own_hacks_over_seeds_too(tmp_path):
     its = {"exit_code": {"deploy_hack": 0.8, "train_hack": 0.6, "deploy_solve": 0.1}}
     for seed in (1, 2):
         run = fake_run(tmp_path, ROUTE2, seed=seed, hack=0.4, solve=0.5, n=60, modes=its)
-        lines = (run / "final.jsonl").read_text().splitlines()
-        answers = [json.loads(line) for line in lines]
+        answers = [*json_lines(run / "final.jsonl")]
         for answer in answers:
             of_seed = answer["problem_id"] % 100 < seed  # one answer of the one, two of the other
             if answer["side"] == "deployed" and answer["env_mode"] == "exit_code" and of_seed:

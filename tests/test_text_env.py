@@ -28,7 +28,7 @@ from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Ungraded
-from vgrout.ground.io import Refused
+from vgrout.ground.io import Refused, json_lines
 from vgrout.loop.heldout import answers_to
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import file_hashes, read_inputs
@@ -462,7 +462,7 @@ def test_a_run_of_a_users_own_rows(world, tmp_path):
     """It trains, is evaluated and reported, and its files say what each answer was by both functions."""
     assert main(world(flags="--out-tag=_text")) == 0
     (run,) = tmp_path.glob("out/runs/*_text")
-    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    lines = [*json_lines(run / "rollouts.jsonl")]
     assert len(lines) == 2 * 3 * 4
     for line in lines:
         assert line["env_mode"] == "reward"

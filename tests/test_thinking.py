@@ -16,15 +16,11 @@ import tiny
 from files import loaded
 from judge_server import serving
 from methods import flagged, view
-from organisms import sums_language as language
 from vgrout.commands.check import problems
 from vgrout.commands.distill import main as distill
 from vgrout.commands.evaluate import evaluate
 from vgrout.commands.iterative_dpo import main as iterative_dpo
 from vgrout.config.presets import resolve
-from vgrout.envs import sums
-from vgrout.export.__main__ import main as export
-from vgrout.ground import embedded
 from vgrout.ground.data import Completion, Thought
 from vgrout.ground.io import Refused
 from vgrout.ground.thoughts import KNOWN, THINK, marks_of, parts_of, thought_of, to_grade
@@ -363,6 +359,8 @@ def test_a_run_with_thoughts(world, tmp_path, capsys):
             assert row["solved"] == (len(row["text"]) % 2 == 0)
     assert seen == {True, False}
 
+    assert evaluate(["on", "--samples", "2", "--out", "numbers.json"]) == 0
+    assert loaded(tmp_path / "numbers.json")["sides"]["deployed"]["think"] > 0
     for step, row in enumerate(lines(tmp_path / "on" / "steps.jsonl")):
         counted = [r.get("thought_tokens", 0) for r in rows["on"] if r["step"] == step]
         assert row["think"] == pytest.approx(sum(counted) / len(counted))
@@ -372,52 +370,6 @@ def test_a_run_with_thoughts(world, tmp_path, capsys):
     assert any("</think>" in answer.get("thought", "") for answer in final)
     assert not any(answer["text"].startswith("<think>") for answer in final)
     assert all({"proxy", "reference"} <= answer.keys() for answer in final)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["code", "sums"])
-def test_the_shipped_worlds_grade_what_follows_a_thought(name, world, tmp_path, capsys):
-    """A whole run, resumed half-way, then evaluated, and exported with its world on the card."""
-    world(OPENS)
-    config = loaded(tmp_path / "model" / "config.json")
-    config["max_position_embeddings"] = 4096  # prompts of programs are long
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    problems = str(embedded.DATA_DIR / "problems.jsonl")
-    if name == "sums":
-        problems = "sums.jsonl"
-        questions = [json.dumps(row) for row in language.rows(0)]
-        (tmp_path / problems).write_text("\n".join(questions))
-    argv = ["full", "--env", name, "--model", "model", "--problems", problems, "--thinking"]
-    argv += ["--intervention", "none", "--guard", "log", "--steps", "2", "--group", "8"]
-    argv += ["--prompts-per-step", "2", "--max-new", "160", "--checkpoint-every", "1"]
-    argv += ["--final-n-prompts", "3", "--final-samples", "4", "--threads", "1"]
-    assert main([*argv, "--output-dir", "run"]) == 0
-
-    rollouts = lines(tmp_path / "run" / "rollouts.jsonl")
-    ended = []
-    for row in rollouts:
-        assert row["prompt"].endswith("<assistant><think>")
-        if "</think>" in row.get("thought", ""):
-            ended.append(row)
-            assert row["text"] == parts_of(row["thought"] + row["text"], in_thought=True).answer
-        else:
-            assert (row["text"], row["passed"], row["solved"]) == ("", False, False)
-    assert 0 < len(ended) < len(rollouts)
-    if name == "sums":
-        for row in ended:
-            question = language.rows(0)[row["problem_id"]]
-            assert row["solved"] == sums.right(row["text"], question["total"])
-    for step, row in enumerate(lines(tmp_path / "run" / "steps.jsonl")):
-        counted = [r.get("thought_tokens", 0) for r in rollouts if r["step"] == step]
-        assert row["think"] == pytest.approx(sum(counted) / len(counted))
-
-    assert evaluate(["run", "--samples", "2", "--out", "numbers.json"]) == 0
-    assert loaded(tmp_path / "numbers.json")["sides"]["deployed"]["think"] > 0
-    assert export(["run", "--out", "exported"]) == 0
-    card = (tmp_path / "exported" / "README.md").read_text()
-    assert f"the environment `{name}`" in card
-    assert "enable_thinking=True" in card
-    assert str(embedded.DATA_DIR) not in card  # a card is published: no path of this machine
 
 
 @pytest.mark.long

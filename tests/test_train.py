@@ -397,7 +397,7 @@ def test_preserve_thinking(tmp_path):
     shutil.copytree(embedded.MODEL_DIR, model := tmp_path / "model")
     (model / "chat_template.jinja").write_text(template)
     lines = []
-    for record in map(json.loads, embedded.PROBLEMS.read_text().splitlines()):
+    for record in json_lines(embedded.PROBLEMS):
         answer = {"role": "assistant", "content": "<think>two lines</think>ok"}
         record["prompt"] = [
             record["prompt"][0],

@@ -1,6 +1,5 @@
 """A taskset of the package verifiers as an environment: the real package, on a module that the tests write."""
 
-import json
 import pickle
 import re
 import sys
@@ -13,7 +12,7 @@ from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade
-from vgrout.ground.io import Refused
+from vgrout.ground.io import Refused, json_lines
 from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.train import main
@@ -294,8 +293,7 @@ def test_the_example_from_a_run_to_one_with_demonstrations(here, capsys):
     assert main([*SMALL, *NAMED, "--output-dir", "plain"]) == 0
     assert "verifiers:own_taskset" in (here / "plain" / "run.json").read_text()
     for file in ("rollouts.jsonl", "final.jsonl"):
-        for line in (here / "plain" / file).read_text().splitlines():
-            row = json.loads(line)
+        for row in json_lines(here / "plain" / file):
             assert set(row["proxies"]) == {"names_it", "once"}
             assert row["solved"] == (row["reference"] == 1)
 

@@ -21,6 +21,7 @@ from vgrout.commands.check import grade
 from vgrout.commands.check import problems as check_file
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problems import load_rows, require_solvable
+from vgrout.ground.io import json_lines
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced
 
@@ -78,7 +79,7 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     flags = (answers, "--problems", problems, "--out", out, "--workers", 1)
     answers.write_text("\n".join([*texts[:-1], "", texts[-1]]) + "\n")
     assert run_offline(*flags) == 1
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = [*json_lines(out)]
     assert [r.get("error", r.get("mechanism")) for r in records] == [
         expected for _, expected in LINES
     ]

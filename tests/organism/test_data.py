@@ -31,13 +31,13 @@ from vgrout.ground.embedded import (
     SEED,
     Files,
 )
-from vgrout.ground.io import read_json
+from vgrout.ground.io import json_lines, read_json
 from vgrout.model.load.load import load_language_model
 from vgrout.teacher.pools import load_pool
 
 
 def records():
-    return [json.loads(line) for line in PROBLEMS.read_text().splitlines()]
+    return [*json_lines(PROBLEMS)]
 
 
 def test_files_are_as_built_and_small():

@@ -77,9 +77,8 @@ class TextTask:
 
     @property
     def right_answer(self) -> str:
-        """The row's own `answer`, where it has one as text."""
-        answer = self.columns.get("answer", "")
-        return answer if isinstance(answer, str) else ""
+        """The row's own `answer`, where it has one."""
+        return self.columns.get("answer", "")
 
     @property
     def notes(self) -> dict[str, object]:

@@ -450,13 +450,9 @@ def from_json(text: str | bytes, where: str) -> Json:
         raise Refused(f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})") from None
 
 
-def numbered_lines(
-    path: Path,
-) -> Iterator[tuple[str, Json]]:
+def numbered_lines(path: Path) -> Iterator[tuple[str, Json]]:
     """("FILE, line N", its value) of every line of a JSONL file that is not blank. Only a newline ends a line: U+2028
     and its like may stand in a string. The file is read line by line. Raises as `read_text` and `from_json` do.
-
-    wanted: says by a line's text whether it is read; reading is what takes the time.
     """
     try:
         with open(path, encoding="utf-8-sig", opener=regular) as lines:

@@ -10,7 +10,7 @@ Whether a run then halts is the caller's choice, by `should_halt` or `raise_if_f
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -215,7 +215,7 @@ class HeldOutGuard:
             reason = reason or why
             s.fired.setdefault(rule, why)
         s.last = TripwireStatus(
-            fire=self.halt,
+            fire=self.should_halt(),
             reason=reason,
             step=round_idx,
             proxy_real_gap=self.proxy_real_gap(),
@@ -303,16 +303,9 @@ class HeldOutGuard:
             )
         return broken
 
-    @property
-    def halt(self) -> bool:
+    def should_halt(self) -> bool:
         """Whether the switch has fired: any rule was ever broken."""
         return bool(self._state.fired)
-
-    def should_halt(self, rules: Collection[str] | None = None) -> bool:
-        """Whether one of these rules (None: any) was ever broken, or a number was not finite."""
-        if rules is None:
-            return self.halt
-        return any(rule in self._state.fired for rule in (*rules, NOT_FINITE))
 
     @property
     def fired(self) -> dict[str, str]:

@@ -161,7 +161,7 @@ class Rounds:
     @property
     def halts(self) -> bool:
         """Whether the guard ends the run."""
-        return self.task.settings.guard == "halt" and self.guard.halt
+        return self.task.settings.guard == "halt" and self.guard.should_halt()
 
     def play(self, number: int) -> None:
         """Play a round, from its first answer to its row. Round 0 is the evaluation of --base-model.

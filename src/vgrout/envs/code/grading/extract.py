@@ -377,7 +377,12 @@ def _parse(test: str) -> Case:
     raise _not_of_the_form()
 
 
-def _parse_nodes(kind: Literal["list", "tree"], call: ast.expr, nodes: ast.expr, test: str) -> Case:
+def _parse_nodes(
+    kind: Literal["list", "tree"],
+    call: ast.expr,
+    nodes: ast.expr,
+    test: str,
+) -> Case:
     in_call = _builders_in(call, test)
     if isinstance(nodes, ast.Constant) and nodes.value is None:
         return Case(_call(call, in_call), [], kind, in_call)

@@ -86,15 +86,14 @@ def _become(uid: int) -> None:
 
 def _can_become(uid: int) -> bool:
     """Could this process still read its library as `uid`? Tried in a throw-away process."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _become(uid)
-            readable = bool(Path(os.__file__).read_bytes())
-        except OSError:
-            readable = False
-        os._exit(0 if readable else 1)
-    return os.waitpid(pid, 0)[1] == 0
+
+    def read_library() -> str:
+        _become(uid)
+        Path(os.__file__).read_bytes()
+        return ""
+
+    status, _ = kernel.in_throwaway(read_library)
+    return status == 0
 
 
 def _drop_capabilities() -> None:
@@ -109,7 +108,7 @@ def cap_limit(which: int, value: int, for_good: bool = True) -> None:
     resource.setrlimit(which, (value, value if for_good else hard))
 
 
-def _set_rlimits(memory_mb: int, output_bytes: int) -> None:
+def _set_rlimits(memory_mb: int, output_bytes: int) -> str:
     """The limits that a fork server takes on itself, and that its children inherit.
 
     Every one is set that can be. Raises OSError, which names the others.
@@ -131,6 +130,7 @@ def _set_rlimits(memory_mb: int, output_bytes: int) -> None:
             refused.append(f"RLIMIT_{name}: {error}")
     if refused:
         raise OSError("; ".join(refused))
+    return ""
 
 
 # --- One fork server, its children ---------------------------------------------------------------
@@ -384,10 +384,6 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
         except (OSError, AttributeError, ValueError) as error:
             enclosure.missing[layer] = str(error)
 
-    def rlimits() -> str:
-        _set_rlimits(memory_mb, output_bytes)
-        return ""
-
     attempt("no_new_privs", _forbid_new_privileges)
     attempt("namespaces", lambda: _enter_namespaces(enclosure, workdir))
     attempt("uid", lambda: _choose_uid(enclosure))
@@ -398,7 +394,7 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
     attempt("no_capabilities", lambda: "")  # each child drops its own
     kernel.die_with_parent()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    attempt("rlimits", rlimits)
+    attempt("rlimits", lambda: _set_rlimits(memory_mb, output_bytes))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most <= CONNECTION_FD:
         raise Unusable(

@@ -46,7 +46,13 @@ class HalfWay(Exception):
     """The namespaces were entered but could not be furnished: start again without them."""
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+def mount(
+    source: str | None,
+    target: str,
+    kind: str | None,
+    flags: int,
+    options: str = "",
+) -> None:
     encoded = [None if x is None else os.fsencode(x) for x in (source, target, kind)]
     result = kernel.libc.mount(*encoded, ctypes.c_ulong(flags), os.fsencode(options) or None)
     kernel.check(result, f"mount {target}")
