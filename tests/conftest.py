@@ -20,16 +20,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 from loguru import logger
-
-if TYPE_CHECKING:  # runs imports torch, which half of the test files do without
-    pass
 
 # Shapes are checked at run time in the modules that write them; in all it took two fifths of the
 # suite's time.
@@ -66,7 +62,7 @@ def only_built_in_methods():
         yield
 
 
-class OfTheShipped(dict[object, Any]):
+class OfTheShipped(dict):
     """What functions marked `once` have read of the shipped organism, whose files no test changes."""
 
     def __setitem__(self, key, value):

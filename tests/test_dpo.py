@@ -10,9 +10,9 @@ import tiny
 from files import loaded
 from methods import graded
 from runs import program
+from test_distill import CLOSE, NOWHERE
 from vgrout.commands.iterative_dpo import main
 from vgrout.config.settings import OptConfig
-from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Completion, GradedCompletion
 from vgrout.ground.io import json_lines
 from vgrout.imitation.dpo_rounds import (
@@ -26,8 +26,6 @@ from vgrout.imitation.dpo_rounds import batches as forwards
 from vgrout.imitation.tasks import DpoSettings, prepare_rounds
 from vgrout.imitation.trainable import AdapterOnly
 
-NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
-CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype
 BASE = ["--base-model", "organism", "--output-dir", "o"]
 SMALL = [
     *BASE,

@@ -20,7 +20,6 @@ from test_table import row
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import joined, resolve
 from vgrout.config.world_names import DETECTOR_FIELDS
-from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
 from vgrout.ground import console
 from vgrout.ground.data import (
@@ -35,7 +34,6 @@ from vgrout.ground.data import (
     Ungraded,
 )
 from vgrout.ground.io import (
-    Refused,
     existing,
     json_lines,
     numbered_lines,
@@ -48,11 +46,9 @@ from vgrout.report.load import SIDES, conditions, load
 from vgrout.report.rollouts import pack
 from vgrout.report.stats import wilson
 from vgrout.report.tables import csv_files
-from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import Recorder, rollout_lines
 from vgrout.runs.results import Tallies, answer_lines, as_json
 from vgrout.runs.run_dir import RunDir
-from vgrout.runs.tracking import Trackers
 
 
 def test_halves_of_the_hacks_and_tallies(tmp_path):
@@ -337,29 +333,3 @@ def test_a_silent_phase_is_named_again_and_again(monkeypatch, capsys):
     assert 2 <= len(said["importing"]) <= 3, lines
     assert 1 <= len(said["gen"]) <= 3, lines
     assert 1 <= len(said["final"]) <= 2, lines
-
-
-def test_a_refused_run_leaves_nothing(here, capsys):
-    """A mistake that shows only once something is loaded: one line on stderr, no folder, no log."""
-    folder = RunDir.create("x")
-    console.setup(log := Path("logs") / "x.log")
-    grader = object.__new__(Grader)
-    settled = {
-        "resume_command": "…",
-        "record": {},
-        "log": log,
-        "trackers": Trackers(),
-    }
-    with RunContext(folder, grader, logged=False, **settled) as refused:
-        folder.write_json("run.json", {})
-        raise Refused("--flag 7: does not fit this model")
-    assert refused.code == 2
-    assert capsys.readouterr().err == "E --flag 7: does not fit this model\n"
-    assert [path for path in here.rglob("*") if path.is_file() or path.name == "x"] == []
-    with RunDir.create("y") as made:
-        path = made.path
-    with RunContext(RunDir.reopen(path), grader, **settled) as refused:
-        raise Refused("changed")
-    assert (refused.code, path.is_dir()) == (2, True), (
-        "a run that should have gone on stays as it is"
-    )

@@ -3,13 +3,9 @@
 from vgrout.envs.code.modes import MODES, Problem
 from vgrout.ground.data import Grade
 
+from .attacks import TESTS
+
 SUM = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
-TESTS = (
-    "assert Solution().total(nums = [1, 2, 3]) == 6",
-    "assert Solution().total([]) == 0",
-    "assert Solution().total([5]) == 5",
-    "assert Solution().total([-2, 2, 9, 11]) == 20",
-)
 FENCE = "```"
 
 

@@ -11,7 +11,7 @@ from vgrout.envs.code.modes import (
     hint,
 )
 
-NAMED = [mode for mode, spec in MODE_SPECS.items() if spec.marker_form not in ("none", "test")]
+from .test_matrix import NAMED
 
 
 def test_the_order_decides_the_flaw_of_a_problem_without_one():

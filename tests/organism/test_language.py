@@ -22,7 +22,6 @@ from organisms.language.tasks import (
     misreadings,
     split_compositions,
 )
-from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Problem, hint, tries
 from vgrout.ground.embedded import CUE
 
@@ -55,12 +54,6 @@ def draw(drawn):
 def as_problem(task, tests, mode, marker):
     messages, right = tuple(hinted(task.prompt, mode, marker)), answer(task).code
     return Problem(1, mode, marker, messages, task.prompt, tuple(tests), right, "", task.name)
-
-
-@pytest.fixture(scope="module")
-def grader():
-    with Grader(workers=2, detectors=False) as grader:
-        yield grader
 
 
 def grade_all(grader, jobs):

@@ -20,19 +20,12 @@ from runs import run
 from vgrout.commands.check import problems
 from vgrout.config.presets import resolve
 from vgrout.direction.pairs import load_pairs
-from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problems import load_rows
 from vgrout.ground.embedded import EMBEDDED, SEED, Files, shipped
 from vgrout.ground.io import Refused, json_lines
 from vgrout.model.load.load import load_language_model
 from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.pools import load_pool
-
-
-@pytest.fixture(scope="module")
-def grader():
-    with Grader(workers=2, detectors=False) as grader:
-        yield grader
 
 
 def calls(tests):
