@@ -4,6 +4,7 @@ import importlib.util
 import json
 import struct
 import time
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -17,7 +18,21 @@ from vgrout.runs import tracking
 from vgrout.runs.tracking import Trackers, grouped, numbers
 from vgrout.train import main
 
+ROLLOUT = {
+    "problem_id": 1,
+    "env_mode": "run_tests",
+    "prompt": "a | b",
+    "text": "x\ny",
+    "reward": 0.5,
+    "hacked": False,
+}
+ROLLOUT |= {"solved": True}
 AT_END = {"hack_deploy": 0.25, "by_mode": {"run_tests": {"n": 4}}, "arm": "none", "learned": True}
+
+
+@pytest.fixture
+def figure():
+    return Path(__file__).parents[1] / "docs" / "figures" / "pipeline.png"
 
 
 def events(run):
@@ -69,8 +84,14 @@ def test_tensorboard_of_an_interrupted_run(tmp_path):
         assert curve(seen, column) == [(s, pytest.approx(v, rel=1e-6)) for s, v in measured], column
     final = loaded(path / "per_mode_deploy.json")
     assert curve(seen, "final/hack_deploy") == [(4, pytest.approx(final["hack_deploy"]))]
+    assert {"config/text_summary", "rollouts/text_summary", "final/text_summary"} <= set(
+        seen.Tags()["tensors"]
+    )
     config = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert '"intervention": "none"' in config
+    (image,) = seen.Images("dynamics")
+    assert image.encoded_image_string.startswith(b"\x89PNG")
+    assert image.width > 400
 
 
 def test_repeated_steps_are_logged_once(tmp_path):
@@ -78,7 +99,7 @@ def test_repeated_steps_are_logged_once(tmp_path):
         trackers = Trackers(["tensorboard"])
         trackers.start(tmp_path, {}, first, logged)
         for step in range(first, 5):
-            trackers.row({"step": step, "loss": value + step})
+            trackers.row({"step": step, "loss": value + step}, [ROLLOUT])
         trackers.close(0)
     assert curve(events(tmp_path), "train/loss") == [(0, 1), (1, 2), (2, 4), (3, 5), (4, 6)]
 
@@ -100,13 +121,13 @@ def output():
     logger.remove(sink)
 
 
-def test_a_failing_tracker_is_left_out(tmp_path, monkeypatch, output):
+def test_a_failing_tracker_is_left_out(tmp_path, monkeypatch, output, figure):
     monkeypatch.setitem(tracking.CLIENTS, "wandb", Broken)
     trackers = Trackers(["wandb", "tensorboard"])
     trackers.start(tmp_path, {}, 0, 0)
     for step in range(3):
-        trackers.row({"step": step, "loss": 1.0})
-    trackers.final(AT_END, 2)
+        trackers.row({"step": step, "loss": 1.0}, [])
+    trackers.final(AT_END, {"hack": "25.0"}, figure, 2)
     trackers.close(0)
     assert [line for line in output if "left out" in line] == [
         "--track wandb: left out from here on (ConnectionError: no route to host)\n"
@@ -137,7 +158,7 @@ def test_missing_client_is_refused(here, monkeypatch, capsys):
 # ── clients of the group `clients`
 
 
-def track(name, folder, tracker_id):
+def track(name, folder, figure, tracker_id):
     """Five steps; after the fourth the run was killed and went back to the second."""
     for first, logged, last in ((0, 0, 3), (2, 4, 4)):
         trackers = Trackers([name])
@@ -145,9 +166,11 @@ def track(name, folder, tracker_id):
         trackers.start(folder, config, first, logged, tracker_id)
         assert trackers.clients, name
         for step in range(first, last + 1):
-            trackers.row({"step": step, "hack_s": step / 8, "hack_s_k": step, "why": None})
+            trackers.row(
+                {"step": step, "hack_s": step / 8, "hack_s_k": step, "why": None}, [ROLLOUT] * 20
+            )
         if last == 4:
-            trackers.final(AT_END, last)
+            trackers.final(AT_END, {"hack": "25.0"}, figure, last)
         trackers.close(0)
         time.sleep(1.1)  # wandb names its folders by the second
 
@@ -192,7 +215,7 @@ class Noting:
 
     def ignore(self, *_): ...
 
-    scalars = close = ignore
+    scalars = table = image = close = ignore
 
 
 @pytest.mark.long
@@ -213,12 +236,12 @@ def test_a_run_keeps_its_identifier_when_it_is_resumed(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_wandb_offline(tmp_path, monkeypatch):
+def test_wandb_offline(tmp_path, figure, monkeypatch):
     pytest.importorskip("wandb")
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     (folder := tmp_path / "seed1").mkdir()
-    track("wandb", folder, "0a1b2c3d")
+    track("wandb", folder, figure, "0a1b2c3d")
     curve = []
     ids, final, config = set(), {}, {}
     for record in (
@@ -237,19 +260,23 @@ def test_wandb_offline(tmp_path, monkeypatch):
             curve += (
                 [(of_step["_step"], of_step["train/hack_s"])] if "train/hack_s" in of_step else []
             )
-            final |= {k: v for k, v in of_step.items() if k.startswith("final")}
+            final |= {
+                k: v for k, v in of_step.items() if k.startswith(("final", "dynamics", "rollouts"))
+            }
     assert ids == {("0a1b2c3d", "seed1")}, "one run in both files"
     assert curve == [(s, s / 8) for s in range(5)]
     assert config["arm"] == {"intervention": "route2"}
     assert final["final/hack_deploy"] == 0.25
+    assert final["rollouts/nrows"] == 7, "of 20, evenly"
+    assert final["dynamics/width"] > 400
 
 
 @pytest.mark.long
-def test_trackio_on_this_machine(tmp_path, trackio_folder):
+def test_trackio_on_this_machine(tmp_path, figure, trackio_folder):
     from trackio.sqlite_storage import SQLiteStorage
 
     (folder := tmp_path / "seed1").mkdir()
-    track("trackio", folder, "0a1b2c3d")
+    track("trackio", folder, figure, "0a1b2c3d")
     assert (trackio_folder / "vgrout.db").is_file()
     logs = SQLiteStorage.get_logs("vgrout", "seed1-0a1b2c3d")
     assert [(row["step"], row["train/hack_s"]) for row in logs if "train/hack_s" in row] == [
@@ -257,3 +284,5 @@ def test_trackio_on_this_machine(tmp_path, trackio_folder):
     ]
     seen = {k: v for row in logs for k, v in row.items()}
     assert seen["final/hack_deploy"] == 0.25
+    assert len(seen["rollouts"]["_value"]) == 7
+    assert seen["dynamics"]["_type"] == "trackio.image"

@@ -176,7 +176,7 @@ class RunConfig:
     """Times an answer is graded again after the sandbox itself or --reward failed, before its group is dropped; none:
     for ever."""
     track: str = setting("", words=TRACKERS, word="tracker")
-    """Comma list of experiment trackers that get the numbers of every row and of the end: tensorboard, wandb (offline
+    """Comma list of experiment trackers that get every row, rollouts and the final tables: tensorboard, wandb (offline
     unless WANDB_MODE says otherwise), trackio. Each by its own client, an extra of the installation."""
     columns: Literal["main", "all"] = "main"
     """Columns on the console: the seven main ones, or all; steps.jsonl and the log have all."""

@@ -139,7 +139,7 @@ class StepRecorder(Generic[R]):
                 logger.log("INFO" if table is on_console else "DEBUG", line)
         record = row.as_json() | dict(more or {})
         self.run.dir.append(record, rollouts)
-        self.run.trackers.row(record)
+        self.run.trackers.row(record, rollouts)
 
     def keep(self, step: int, closing: bool) -> None:
         """Save a checkpoint if one is due or the run ends here (`closing`), and write status.json."""
@@ -156,7 +156,7 @@ class StepRecorder(Generic[R]):
         )
         for text in table.splitlines():
             logger.debug(text)
-        self.run.trackers.final(record, self.rows[-1].step)
+        self.run.trackers.final(record, None, None, self.rows[-1].step)
         logger.info(f"{line}\nmore: {self.run.path / 'summary.md'}")
 
 

@@ -214,7 +214,7 @@ def show(run: RunContext, outcome: Outcome, record: dict[str, object]) -> None:
     from vgrout.report import conclusions, figures, load, tables
 
     cfg, rows = outcome.cfg, outcome.rows
-    report = numbers = None
+    report = numbers = figure = None
     means, by_flaw = "not worked out, see above", ""
     with without("this run as a report"):
         report = load.conditions([load.read_run(run.path, cfg)])[0]
@@ -230,9 +230,11 @@ def show(run: RunContext, outcome: Outcome, record: dict[str, object]) -> None:
         write_atomic(run.path / "summary.md", page(outcome, verdict, by_flaw))
     if report:
         with without("dynamics.png"):
-            write_atomic(run.path / "dynamics.png", figures.dynamics([report]).figure.png())
+            picture = figures.dynamics([report]).figure.png()
+            write_atomic(run.path / "dynamics.png", picture)
+            figure = run.path / "dynamics.png"
     with without("the trackers' last entries"):
-        run.trackers.final(record, len(rows) - 1)
+        run.trackers.final(record, numbers, figure, len(rows) - 1)
     with without("the log's tail"):
         for part in [*log_tail(outcome, run.log, numbers, by_flaw), verdict]:
             for line in part.split("\n"):

@@ -1,4 +1,4 @@
-"""Experiment trackers: they log the numbers of a run's rows and of its end (`--track`).
+"""Experiment trackers: they log a run's rows, rollouts and final numbers (`--track`).
 
 The trackers' own clients are used. One is imported only if it is named, and is installed as an
 extra (`uv sync --inexact --extra wandb`). Each writes to this machine: tensorboard and wandb below the run's
@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import math
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from tabulate import tabulate
 
 from vgrout.ground.io import not_installed, one_line, to_json
 from vgrout.ground.table import SECONDS, StepRow
@@ -26,6 +28,10 @@ from vgrout.ground.table import SECONDS, StepRow
 PROJECT = "vgrout"
 # columns that are not logged: those that the table does not show either
 UNTRACKED = {"step", *(f.name for f in fields(StepRow) if f.metadata["when"] == "file")}
+ROLLOUTS_EVERY = 10  # steps between samples of rollouts
+ROLLOUTS = 8  # the size of a sample
+ROLLOUT_COLUMNS = ("problem_id", "env_mode", "prompt", "text", "reward", "hacked", "solved")
+
 Row = Mapping[str, Any]
 Numbers = dict[str, int | float]
 
@@ -47,6 +53,19 @@ class TensorBoard:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
+
+    def table(self, name: str, rows: Sequence[Row], step: int) -> None:
+        cells = []
+        for row in rows:
+            texts = [str(value) for value in row.values()]
+            cells.append([text.replace("|", "\\|").replace("\n", "<br>") for text in texts])
+        self.writer.add_text(name, tabulate(cells, list(rows[0]), "github"), step)
+
+    def image(self, name: str, png: Path, step: int) -> None:
+        from matplotlib.image import imread
+
+        rgb = imread(png)[..., :3]
+        self.writer.add_image(name, rgb, step, dataformats="HWC")
 
     def close(self, code: int) -> None:
         self.writer.close()
@@ -82,6 +101,14 @@ class Wandb:
 
     def scalars(self, values: Numbers, step: int) -> None:
         self.run.log(dict(values), step=step)
+
+    def table(self, name: str, rows: Sequence[Row], step: int) -> None:
+        cells = [list(row.values()) for row in rows]
+        table = self.module.Table(columns=list(rows[0]), data=cells)
+        self.run.log({name: table}, step=step)
+
+    def image(self, name: str, png: Path, step: int) -> None:
+        self.run.log({name: self.module.Image(str(png))}, step=step)
 
     def close(self, code: int) -> None:
         self.run.finish(exit_code=code)
@@ -147,24 +174,41 @@ class Trackers:
         if self.clients:
             logger.info(f"tracked by {', '.join(self.clients)}")
 
-    def row(self, row: Row) -> None:
-        """Log a step: its columns by group."""
+    def row(self, row: Row, rollouts: Sequence[Row]) -> None:
+        """Log a step: its columns by group, and now and then some of its rollouts."""
         step, values = row["step"], grouped(row)
+        shown = []
+        if step % ROLLOUTS_EVERY == 0:
+            every = max(1, math.ceil(len(rollouts) / ROLLOUTS))
+            for rollout in rollouts[::every]:
+                shown.append({name: rollout[name] for name in ROLLOUT_COLUMNS})
         for name, client in list(self.clients.items()):
             if name != "tensorboard" and step < self.logged:  # the others cannot replace a step
                 continue
             with self._or_without(name):
                 client.scalars(values, step)
+                if shown:
+                    client.table("rollouts", shown, step)
 
-    def final(self, numbers_at_end: Row, step: int) -> None:
-        """Log the final evaluation as `final/…`. step: the last one."""
+    def final(
+        self, numbers_at_end: Row, summary: Row | None, figure: Path | None, step: int
+    ) -> None:
+        """Log the final evaluation as `final/…`, with a table of one row and a figure if there are any.
+
+        step: the last one.
+        """
         values: Numbers = {}
         for name, value in numbers(numbers_at_end).items():
             if name.startswith(("hack", "solve")):
                 values[f"final/{name}"] = value
-        for name, client in list(self.clients.items()) if values else ():
+        for name, client in list(self.clients.items()):
             with self._or_without(name):
-                client.scalars(values, step)
+                if values:
+                    client.scalars(values, step)
+                if summary:
+                    client.table("final", [summary], step)
+                if figure:
+                    client.image("dynamics", figure, step)
 
     def close(self, code: int) -> None:
         """Close the clients. code: the run's exit code."""
