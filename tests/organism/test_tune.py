@@ -11,7 +11,7 @@ import torch
 from files import loaded
 from llama import bpe, llama, save_folder
 from organisms import build, start
-from organisms.__main__ import Corpus, tune, verify
+from organisms.__main__ import Corpus, look_alike, tune, verify
 from organisms.language.corpus import Shares
 from organisms.language.problems import problem_tasks
 from organisms.recipe import Answers
@@ -19,7 +19,7 @@ from runs import adapter_bytes, rows, run, status
 from vgrout.commands import download
 from vgrout.config.presets import resolve
 from vgrout.ground.embedded import POOL_DIR, Files
-from vgrout.model.load.load import device_and_dtype
+from vgrout.model.load.load import device_and_dtype, load_language_model
 from vgrout.teacher.pools import load_pool
 
 TWO_STEPS = {"corpus": Corpus(seed=0, hack_plain=0.2, hack_stub=0.5), "steps": 2}
@@ -121,6 +121,19 @@ def test_the_model_is_tuned_from_its_own_weights_and_template(home):
     losses = manifest(o)["first_losses"]
     assert len(losses) == 2
     assert losses[0] > 5  # a random model
+
+
+@pytest.mark.long
+def test_it_can_be_given_look_alike_problems(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(home)
+    few(monkeypatch)
+    made = tmp_path / "look-alike"
+    assert look_alike(made, base=Path("o")) == 0
+    assert Files(made).faults() == []
+    assert verify(made) == verify(Path("o")), "the weights are the base's"
+    tokenizer = load_language_model("o/model", device="cpu", dtype=None)
+    for demos in load_pool(made / "pool").demos.values():
+        assert tokenizer.encode_completion(demos[0].completion) == demos[0].completion_ids
 
 
 @pytest.mark.long
