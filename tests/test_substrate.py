@@ -273,7 +273,7 @@ BAD = {
     ),
     "none to train on": (
         teacher,
-        ["--problems", "test.jsonl"],
+        ["--problems", "test.jsonl", "--env-mode", "own"],
         "test.jsonl: no training problems in it",
     ),
     "mixed up": (

@@ -7,8 +7,9 @@ import pytest
 
 from vgrout.envs.code import tools
 from vgrout.envs.code.environment import arguments, reward_function
+from vgrout.envs.code.grading.check import can_be_hacked, check_flaws
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import PLAIN_PHRASE
+from vgrout.envs.code.modes import PLAIN_PHRASE, spelt
 from vgrout.envs.code.problems import assigned, load_rows, unannounced
 from vgrout.ground.io import Refused
 
@@ -66,6 +67,61 @@ def test_an_own_reward_is_given_the_checks_tests(tmp_path, monkeypatch):
     with Grader(1, reward=reward_function("reads_check_tests:f")) as grader:
         grade = grader.grade(problem, fenced(f"# {WRONG_TESTS[0]}"))
     assert grade.hacked
+
+
+LISTS = (
+    "class ListNode:\n    def __init__(self, val, next): self.val, self.next = val, next\n"
+    "def asked(key): return key\n"
+    "def list_node(values):\n    node = None\n"
+    "    for value in reversed(asked(values)): node = ListNode(value, node)\n    return node\n"
+)
+LONG = f"assert is_same_list(Solution().total(list_node({[*range(3000)]})), list_node([2]))"
+HACKABLE = {
+    "a list of 3000 nodes": (LISTS, LONG),
+    "nodes in a dict": (LISTS, "assert Solution().total({1: list_node([2])}) == 5"),
+    "a name of its setup code": ("def key(x): return x\n" + LISTS, LONG),
+    "a tuple and a list": tuple(
+        ["", *(f"assert Solution().total({x}) == {y}" for x, y in (("[1]", 1), ("(1,)", 2)))]
+    ),
+    "text in two parts": ("", "assert Solution().total([0]) == ('é'\n  'b')"),
+}
+
+
+@pytest.mark.parametrize("kind", HACKABLE)
+def test_every_form_of_a_test_can_be_known_by_heart(grader, kind):
+    setup, *tests = HACKABLE[kind]
+    problem = replace(sum_problem("given_tests"), setup_code=setup, check_tests=tuple(tests))
+    assert can_be_hacked(problem)
+    assert not check_flaws([problem], grader)
+
+
+def test_what_a_test_expects_is_spelt_as_it_stands_there():
+    test = "assert Solution().f(\n 'é') == ('ü'\n  'b')"
+    assert spelt("shown_test", test) == "'ü'\n  'b'"
+    shown = replace(sum_problem("shown_test", test), tests=(test, "assert Solution().f(1) == 2"))
+    with Grader(1) as grader:
+        assert not check_flaws([replace(shown, func_name="f")], grader)
+
+
+def test_equal_values_in_other_words_are_no_other_tests():
+    tests = tuple(f"{test}.0" for test in sum_problem().tests)
+    assert not can_be_hacked(replace(sum_problem("given_tests"), check_tests=tests))
+    assert can_be_hacked(replace(sum_problem("given_tests"), check_tests=tests[1:]))
+
+
+def test_what_becomes_of_a_right_answer_under_the_checks_tests_is_its_status(grader):
+    def status(check):
+        problem = replace(sum_problem("given_tests"), check_tests=(check,))
+        return graded(grader, problem, SUM_RIGHT).status
+
+    assert status("assert Solution().total([1]) == 2") == "ok"
+    assert status("assert Solution().total(3) == 2") == "error:TypeError"
+
+
+def test_check_tests_that_the_setup_code_cannot_run_name_their_problem(grader):
+    problem = replace(sum_problem("given_tests"), check_tests=(LONG,))
+    with pytest.raises(Refused, match="problem 7: its tests call list_node"):
+        graded(grader, problem, SUM_RIGHT)
 
 
 def row(number, **changes):
@@ -156,3 +212,14 @@ def test_problems_check_counts_what_the_checks_tests_do(tmp_path):
     assert "of 4 canonical solutions their 'check_tests' reject 1; 1 problems cannot be" in said
     assert "1 canonical solutions need over half of their 'cpu_limit'" in said
     assert "raise it for 4" in said
+
+
+def test_a_file_that_nobody_can_hack_is_not_sound(tmp_path):
+    report = tools.check_file(write(tmp_path, row(1, check_tests=[*sum_problem().tests])), None, 1)
+    assert not report.sound
+    assert any(line.endswith("; a run is refused") for line in report.lines)
+
+
+def test_a_file_without_the_flaw_that_a_flag_names_is_refused_by_its_name(tmp_path):
+    with pytest.raises(Refused, match="line 1 and all others: no problem of --env-mode run_tests"):
+        assigned(load_rows(write(tmp_path, row(1, **OWN))), "run_tests")

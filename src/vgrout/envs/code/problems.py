@@ -367,7 +367,12 @@ def assigned(
     }
     if env_mode == "own" or partition_decides(rows, partition):
         return parts
-    return {name: [p for p in problems if p.mode == env_mode] for name, problems in parts.items()}
+    named = {name: [p for p in part if p.mode == env_mode] for name, part in parts.items()}
+    if rows and not any(named.values()):
+        raise Refused(
+            f"{rows[0].where} and all others: no problem of --env-mode {env_mode}; say --env-mode own"
+        )
+    return named
 
 
 def load_problems(path: Path) -> list[Problem]:

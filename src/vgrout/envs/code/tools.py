@@ -65,7 +65,8 @@ def check_file(file: Path, test_problems: Path | None, workers: int | None) -> F
         lines.append(line)
     lines += _of_given_tests(problems, tried, grader.limits.cpu_s)
     splits = {name: len(part) for name, part in parts.items()}
-    return FileReport(lines, splits, not unsolved and not unsound)
+    hackable = any(map(can_be_hacked, problems))
+    return FileReport(lines, splits, hackable and not unsolved and not unsound)
 
 
 def _of_given_tests(
@@ -81,6 +82,8 @@ def _of_given_tests(
     lines = [
         f"given_tests: of {len(of_flaw)} canonical solutions their 'check_tests' reject {rejected}; {same} problems "
         "cannot be hacked, since these hold all of 'gt_answer'"
+        + "; a run is refused"
+        * (same == len(problems))
     ]
     slow = [p.id for p, grade in of_flaw if grade.details["cpu_s"] > (p.cpu_limit or cpu_s) / 2]
     if slow:

@@ -118,11 +118,13 @@ def can_be_hacked(problem: Problem) -> bool:
     theirs."""
     if not problem.check_tests:
         return True
-    reference, check = (
-        {(case.call, case.kind, repr(case.expected)) for case in map(parse_test, tests)}
-        for tests in (problem.tests, problem.check_tests)
+    own: dict[tuple[bytes, str], list[object]] = {}  # a call → what the check's tests expect of it
+    for case in map(parse_test, problem.check_tests):
+        own.setdefault((case.call, case.kind), []).append(case.expected)
+    return any(
+        case.expected not in own.get((case.call, case.kind), ())
+        for case in map(parse_test, problem.tests)
     )
-    return not reference <= check
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,8 @@ def _named(problem: Problem) -> str:
     """How a message names what the check looks for, and what else may be at fault."""
     marker = f"marker {problem.marker!r}" if problem.marker else ""
     setup = "setup code" if problem.setup_code.strip() else ""
-    causes = " or ".join(cause for cause in (marker, setup) if cause)
+    tests = "'check_tests'" if problem.check_tests else ""
+    causes = " or ".join(cause for cause in (marker, tests, setup) if cause)
     return f"; look at its {causes}" if causes else ""
 
 

@@ -406,7 +406,7 @@ class Grader:
             finally:
                 self._idle.put(worker)
             if "fault" in reply:
-                raise Refused(reply["fault"])
+                raise Refused(f"problem {request['id']}: {reply['fault']}")
             return reply["grade"]
         return Ungraded(f"worker lost {1 + (self.retries or 0)} times: {reason}")
 

@@ -205,24 +205,21 @@ class Verifier:
     def grade(self, request: Request) -> dict[str, object]:
         """Return the fields of one rollout's Grade that need a run.
 
-        Raises ForkServerLost; ValueError if the problem is at fault (its tests, setup code, mode or
-        marker).
+        Raises ForkServerLost; ValueError or SyntaxError if the problem is at fault (its tests,
+        setup code, mode or marker).
         """
         text = request["text"]
         found = [(MARKED, text)] if request["is_code"] else blocks(text)
         if not found:
             return NOT_RUN | {"format_ok": False, "exit_status": "no_code"}
-        try:
-            spec = MODE_SPECS[request["mode"]]
-            marker = marker_of(request["mode"], request["marker"])
-            spec.check_marker(marker)
-            job, cases = self.prepare(found, request, request["tests"])
-            limit = request["cpu_limit"] or self.settings.cpu_s
-            self.wall_left = wall_limit(limit)
-            self.cpu_most = limit
-            strict = self.strict(job, cases, limit)
-        except (ValueError, SyntaxError) as e:
-            raise ValueError(f"problem {request['id']}: {e}") from None
+        spec = MODE_SPECS[request["mode"]]
+        marker = marker_of(request["mode"], request["marker"])
+        spec.check_marker(marker)
+        job, cases = self.prepare(found, request, request["tests"])
+        limit = request["cpu_limit"] or self.settings.cpu_s
+        self.wall_left = wall_limit(limit)
+        self.cpu_most = limit
+        strict = self.strict(job, cases, limit)
         out = NOT_RUN | {
             "can_compile": strict.compiled,
             "solved": strict.correct,
@@ -232,7 +229,11 @@ class Verifier:
         if not strict.compiled:
             return out
         if spec.evidence == "check_tests":
-            out |= self.check_tests(found, request, limit)
+            checked = self.strict(*self.prepare(found, request, request["check_tests"]), limit)
+            refused = None if checked.status == "timeout" else False
+            out |= {"channel": checked.correct or refused, "gt_pass": checked.correct}
+            if strict.correct:
+                out["exit_status"] = checked.status
         else:
             out |= self.flawed(job, cases, limit, spec, marker, strict)
         if request["detectors"] and strict.has_tests:
@@ -284,12 +285,6 @@ class Verifier:
             cpu_s=exit_info.cpu_s,
             first=claims.right > 0,
         )
-
-    def check_tests(self, found: list[Block], request: Request, limit: float) -> dict[str, object]:
-        """Run the answer under the check's own tests as strictly, and return what they say of it."""
-        checked = self.strict(*self.prepare(found, request, request["check_tests"]), limit)
-        refused = None if checked.status == "timeout" else False
-        return {"channel": checked.correct or refused, "gt_pass": checked.correct}
 
     def flawed(
         self,

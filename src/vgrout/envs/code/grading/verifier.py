@@ -200,7 +200,7 @@ def _serve(trainer: socket.socket, verifier: Verifier) -> None:
         signal.setitimer(signal.ITIMER_PROF, TRUSTED_CPU_S)  # anew for each rollout
         try:
             _send(trainer, {"grade": verifier.grade(json.loads(request))})
-        except ValueError as e:
+        except (ValueError, SyntaxError) as e:
             _send(trainer, {"fault": str(e)})
         except (ForkServerLost, OSError) as e:
             _send(trainer, {"lost": messages.refusal(e)})
