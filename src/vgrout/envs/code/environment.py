@@ -95,9 +95,10 @@ class CodeEnvironment(Environment):
     @property
     def pairs_path(self) -> Path | None:
         if self.from_organism:
-            of_one_flaw = self.cfg.files.pairs / "run_tests.json"
-            by_each_flaw = self.cfg.preset == "small" or not of_one_flaw.exists()
-            return self.cfg.files.pairs if by_each_flaw else of_one_flaw
+            if self.cfg.preset == "small":
+                return self.cfg.files.pairs  # by each flaw
+            look_alike = self.cfg.files.pairs / "given_tests.json"
+            return look_alike if look_alike.exists() else look_alike.with_name("run_tests.json")
         return Path("out/pairsets/prog_wide.json") if self.cfg.preset == "fast" else None
 
     def placebo_path(self, contrast: str) -> Path | None:
