@@ -80,8 +80,10 @@ HACKABLE = {
     "a list of 3000 nodes": (LISTS, LONG),
     "nodes in a dict": (LISTS, "assert Solution().total({1: list_node([2])}) == 5"),
     "a name of its setup code": ("def key(x): return x\n" + LISTS, LONG),
-    "a tuple and a list": tuple(
-        ["", *(f"assert Solution().total({x}) == {y}" for x, y in (("[1]", 1), ("(1,)", 2)))]
+    "a tuple and a list": (
+        "",
+        "assert Solution().total([1]) == 1",
+        "assert Solution().total((1,)) == 2",
     ),
     "text in two parts": ("", "assert Solution().total([0]) == ('é'\n  'b')"),
 }
