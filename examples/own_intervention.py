@@ -11,7 +11,8 @@ import torch
 
 import vgrout
 from vgrout.ground.tensor_types import Routed
-from vgrout.method.base import Intervention, StepGradient
+from vgrout.method.base import Intervention
+from vgrout.method.gradients import StepGradient
 
 
 @vgrout.register_intervention

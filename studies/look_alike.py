@@ -12,7 +12,8 @@ from typing import Any
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Flags, Grade, GroupView, OracleView
-from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
+from vgrout.method.base import Monitor, Position, Views, flags_of, rewarded
+from vgrout.method.live_direction import Setup
 
 
 def asked(view: GroupView, problems: dict[str, Problem]) -> Problem:

@@ -30,10 +30,9 @@ from vgrout.ground.data import (
     centred,
 )
 from vgrout.loop.grpo import policy_gradients
-from vgrout.method import Setup, make_method
 from vgrout.method.base import Monitor
-from vgrout.method.live_direction import LiveDirection, first_axes, mean_axis
-from vgrout.method.method import Method
+from vgrout.method.live_direction import LiveDirection, Setup, first_axes, mean_axis
+from vgrout.method.method import Method, make_method
 from vgrout.model.policy import Policy
 
 MAX_NEW = 12

@@ -41,11 +41,12 @@ from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.environment import CodeEnvironment
+from vgrout.ground.data import Refresh
 from vgrout.ground.embedded import COMPILE_REWARD, PASS_REWARD
 from vgrout.ground.io import Diverged, Refused, json_lines
-from vgrout.method import live_direction, make_method
-from vgrout.method.base import Refresh
+from vgrout.method import live_direction
 from vgrout.method.gates import permuted
+from vgrout.method.method import make_method
 from vgrout.train import main
 
 ALONG = ("erase", "route", "route2")

@@ -192,3 +192,10 @@ def test_every_command_does_something(name, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         command(None)
     assert not ended.value.code
+
+
+def test_a_class_of_ones_own_imports_no_torch():
+    """Its file is imported for a plan too, which takes a second without."""
+    of_a_monitor = "from vgrout.method.base import Intervention, Monitor, flags_of, rewarded"
+    code = f"import sys; {of_a_monitor}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

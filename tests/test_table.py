@@ -9,12 +9,11 @@ import pytest
 from methods import batch, graded
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.ground.console import Clock
-from vgrout.ground.data import Batch, Thought
+from vgrout.ground.data import Batch, Refresh, Thought
 from vgrout.ground.metrics import BatchMetrics, Eval, ModeEval, Rate
 from vgrout.ground.table import StepRow, Table
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Update
-from vgrout.method.base import Refresh
 
 # all words that a column's `when` can ask for
 EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split("+")} - {

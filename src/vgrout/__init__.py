@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from vgrout.api import RunFailed as RunFailed
     from vgrout.api import load_run as load_run
     from vgrout.api import train_run as train_run
-    from vgrout.method import Setup as Setup
-    from vgrout.method import make_method as make_method
     from vgrout.method import register_intervention as register_intervention
     from vgrout.method import register_monitor as register_monitor
+    from vgrout.method.live_direction import Setup as Setup
+    from vgrout.method.method import make_method as make_method
 
 # Variable-length batches fragment CUDA's caching allocator; must be set before torch is imported.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -30,7 +30,12 @@ for _name in _COMMANDS if sys.argv[:1] == ["-m"] else ():  # python -m …
         print(f"E python -m vgrout.{_name}: is now `vgrout {_name}`", file=sys.stderr)
         sys.exit(2)
 
-_METHOD = ["Setup", "make_method", "register_intervention", "register_monitor"]  # of vgrout.method
+_METHOD = {  # the others are of vgrout.api
+    "Setup": "vgrout.method.live_direction",
+    "make_method": "vgrout.method.method",
+    "register_intervention": "vgrout.method",
+    "register_monitor": "vgrout.method",
+}
 __all__ = ["Run", "RunFailed", "Setup", "load_run", "make_method", "train_run"]
 __all__ += ["register_intervention", "register_monitor"]
 
@@ -43,4 +48,4 @@ def __getattr__(name: str) -> object:
 
             return version("vgrout")
         raise AttributeError(f"module 'vgrout' has no attribute {name!r}")
-    return getattr(import_module("vgrout.method" if name in _METHOD else "vgrout.api"), name)
+    return getattr(import_module(_METHOD.get(name, "vgrout.api")), name)

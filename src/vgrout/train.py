@@ -47,7 +47,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.loop.heldout import answers_of_base, evaluate, evaluate_final
     from vgrout.loop.optim import Optimizer
     from vgrout.loop.rollout import rollout
-    from vgrout.method import Setup, make_method
+    from vgrout.method.live_direction import Setup
+    from vgrout.method.method import make_method
     from vgrout.model.load import load
     from vgrout.runs import plan, results
     from vgrout.runs.recorder import Recorder, peak_memory

@@ -478,3 +478,17 @@ class OracleView(GroupView):
     @property
     def hacked(self) -> tuple[bool, ...]:
         return tuple(flaw is not None for flaw in self.hacks)
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """State of the direction after a step."""
+
+    age: int | None = None  # steps since v was extracted; None: there is no direction
+    # ‖V_new V_oldᵀ‖²_F / k_old when v was extracted again in this step: 1 same span
+    overlap: float | None = None
+    modules: int = 0
+    axes: int = 0
+
+    def columns(self) -> dict[str, int | None]:
+        return {"refr": self.age}

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.config.specs import MONITORS
-from vgrout.ground.data import Flags, GroupView
+from vgrout.ground.data import Flags, GroupView, Refresh
 from vgrout.ground.rng import torch_stream
-from vgrout.method.base import GradientFlags, Monitor, Refresh, Setup, StepGradient, under
-from vgrout.method.live_direction import LiveDirection, mean_axis
+from vgrout.method.base import Monitor, under
+from vgrout.method.gradients import GradientFlags, StepGradient
+from vgrout.method.live_direction import LiveDirection, Setup, mean_axis
 from vgrout.method.projection import fraction_of_modules, mean_over_modules
 
 DECAY = 0.9  # of the running means of a τ gate, per step

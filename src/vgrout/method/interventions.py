@@ -21,8 +21,9 @@ from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS
 from vgrout.ground.data import GroupView
 from vgrout.ground.tensor_types import Directions, Gradient, Routed, Spans
-from vgrout.method.base import Intervention, Rewards, Setup, StepGradient
-from vgrout.method.live_direction import LiveDirection, first_axes
+from vgrout.method.base import Intervention, Rewards
+from vgrout.method.gradients import StepGradient
+from vgrout.method.live_direction import LiveDirection, Setup, first_axes
 from vgrout.method.projection import (
     along,
     assert_conserved,

@@ -16,7 +16,7 @@ from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract, obtain
 from vgrout.direction.pairs import KnownCorrect, PairSet
-from vgrout.ground.data import GradedAnswer, Task
+from vgrout.ground.data import GradedAnswer, Refresh, Task
 from vgrout.ground.io import Diverged, Refused
 from vgrout.ground.tensor_types import Directions, Gradient, Spans
 from vgrout.method.projection import cos_pre
@@ -48,20 +48,6 @@ class Setup:
     @property
     def device(self) -> torch.device:
         return self.policy.adapter.δS.device
-
-
-@dataclass(frozen=True, slots=True)
-class Refresh:
-    """State of the direction after a step."""
-
-    age: int | None = None  # steps since v was extracted; None: there is no direction
-    # ‖V_new V_oldᵀ‖²_F / k_old when v was extracted again in this step: 1 same span
-    overlap: float | None = None
-    modules: int = 0
-    axes: int = 0
-
-    def columns(self) -> dict[str, int | None]:
-        return {"refr": self.age}
 
 
 Pick = Callable[[Config, Direction], Directions]  # V of a direction

@@ -25,7 +25,8 @@ from vgrout.ground import ranks
 from vgrout.ground.chat import Endpoint, NoReply, Reply
 from vgrout.ground.data import Flags, GroupView, Message
 from vgrout.ground.io import whole_lines
-from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
+from vgrout.method.base import Monitor, Position, Views, flags_of, rewarded
+from vgrout.method.live_direction import Setup
 from vgrout.model.load.load import load_language_model
 from vgrout.model.sampling.sampler import greedy
 

@@ -8,27 +8,22 @@ refresh  after the step: extract the direction again where that is due
 
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from vgrout.config.run import Config
+from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of
 from vgrout.direction.controls import Provenance
 from vgrout.ground import ranks
-from vgrout.ground.data import Batch, Flags, Group, GroupView, UpdateRow
+from vgrout.ground.data import Batch, Flags, Group, GroupView, Refresh, UpdateRow
 from vgrout.ground.rng import torch_stream
 from vgrout.ground.tensor_types import Routed
-from vgrout.method.base import (
-    GradientFlags,
-    Intervention,
-    Monitor,
-    Part,
-    Refresh,
-    StepGradient,
-    under,
-)
+from vgrout.method.base import Intervention, Monitor, Part, under
 from vgrout.method.gates import GradientMonitor, shuffled
-from vgrout.method.live_direction import LiveDirection
+from vgrout.method.gradients import GradientFlags, StepGradient
+from vgrout.method.live_direction import LiveDirection, Setup
 from vgrout.model.policy import Policy, modules_of_block
 
 
@@ -369,3 +364,25 @@ def _flags_of_groups(
         flagged = tuple(share > 0.5 for share in shares)
         flags[index] = Flags(flagged, scores=shares, shares=shares)
     return flags
+
+
+def make_method(setup: Setup) -> Method:
+    """A run's method, on its policy's modules.
+
+    Raises:
+        Refused: no pairs where they are needed, files that do not fit this model; one line.
+    """
+    cfg = setup.cfg.method
+    intervention = class_of(INTERVENTIONS[cfg.intervention]).make(setup)
+    monitor = make_monitor(setup, cfg.monitor_name)
+    shadows = {name: make_monitor(setup, name) for name in cfg.in_shadow}
+    return Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
+
+
+def make_monitor(setup: Setup, name: str) -> Monitor:
+    """A monitor of this name, with a seed of its own where it learns from one. Raises Refused as `make_method`."""
+    spec = MONITORS[name]
+    kind: Any = class_of(spec)
+    if "seed" not in spec.needs:
+        return kind.make(setup)
+    return kind.make(setup, seed_monitor=make_monitor(setup, setup.cfg.method.seed_monitor))

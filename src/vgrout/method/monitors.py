@@ -6,7 +6,8 @@ from collections.abc import Collection
 from vgrout.config.specs import MONITORS
 from vgrout.ground.data import Flags, GroupView, OracleView
 from vgrout.ground.rng import py_stream
-from vgrout.method.base import Monitor, Setup, Views
+from vgrout.method.base import Monitor, Views
+from vgrout.method.live_direction import Setup
 
 
 class Labels(Monitor):

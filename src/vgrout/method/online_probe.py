@@ -23,7 +23,8 @@ from vgrout.direction.pairs import MIN_KNOWN_CORRECT
 from vgrout.ground import ranks
 from vgrout.ground.data import Flags, Grade
 from vgrout.ground.io import Refused
-from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, positions, rewarded
+from vgrout.method.base import Monitor, Position, Views, flags_of, positions, rewarded
+from vgrout.method.live_direction import Setup
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
 

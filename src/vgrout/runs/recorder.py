@@ -16,13 +16,12 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.envs.base import Splits
 from vgrout.ground import ranks
-from vgrout.ground.data import Batch, Completion, Flaw, Grade, Rollout, Task, Thought
+from vgrout.ground.data import Batch, Completion, Flaw, Grade, Refresh, Rollout, Task, Thought
 from vgrout.ground.io import Diverged, Json, Refused, printable, quoted, read_json, write_atomic
 from vgrout.ground.metrics import flag_rates, students
 from vgrout.ground.table import SECONDS, Columns, StepRow, Table, share, whole_run
 from vgrout.guard.guard import Guard
 from vgrout.loop.optim import Optimizer
-from vgrout.method.base import Refresh
 from vgrout.method.method import Method
 from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256

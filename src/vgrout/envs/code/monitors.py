@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from vgrout.config.specs import MONITORS
 from vgrout.envs.code.grading.extract import blocks, program
 from vgrout.ground.data import Flags
-from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
+from vgrout.method.base import Monitor, Position, Views, flags_of, rewarded
+from vgrout.method.live_direction import Setup
 
 
 class SyntaxEdge(Monitor):
