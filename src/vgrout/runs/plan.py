@@ -29,6 +29,7 @@ from vgrout.model.load.source import (
     Shapes,
     configuration,
     find_shapes,
+    is_small,
     model_folder,
     resolved_dtype,
 )
@@ -265,7 +266,7 @@ def adapter_lines(cfg: Config) -> list[str]:
     if shapes:
         size = svd_cache(cfg, shapes)
         cache = f"; SVD cache {size / 2**30:.2f} GiB on disk"
-        if cached() < size and not visible():
+        if cached() < size and folder and not is_small(folder) and not visible():
             cache += f", about {svd_seconds(shapes):.0f} s to make before step 0, once"
     size = (
         f"{adapted / 1e6:.2f} M weights under {R} singular values, two vectors of that size{cache}"
