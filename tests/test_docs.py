@@ -519,6 +519,11 @@ def test_the_table_of_label_quality_is_of_recorded_runs():
             assert cell == f"{100 * means[0]:.1f} / {100 * means[1]:.1f}"
 
 
+def test_the_table_of_look_alike_hacks_is_of_recorded_runs():
+    made = runpy.run_path(str(ROOT / "docs" / "runs" / "look_alike.py"))["table"]()
+    assert f"<!-- look-alike -->\n{made}\n" in text(docs("results"))
+
+
 def test_the_table_of_rules_is_of_recorded_flags():
     make, page = recall(), text(docs("results"))
     monitors, styles = make.read("shadow-monitors"), make.read("shadow-styles")
