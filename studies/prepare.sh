@@ -60,6 +60,7 @@ rules)
     warm
     builds 86 --hack-stub 0
     ;;
+look-alike) test -e out/look-alike || uv run vgrout organism look-alike --out out/look-alike ;;
 shown-test)
     builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
     ;;
