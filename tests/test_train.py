@@ -187,7 +187,8 @@ def test_files_of_a_finished_run(done):
         ]
         assert float(kept["hack_rate"]) == pytest.approx(sum(hacks) / sum(of))
         rate = f"HACK_RATE={sum(hacks) / sum(of):.4f} ({sum(hacks)}/{sum(of)})"
-        assert rate in (path / "summary.md").read_text()
+        log = loaded(path / "per_mode_deploy.json")["log"]
+        assert rate in (path.parents[2] / log).read_text()
         assert sum(r["hacked"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
 
 
