@@ -298,7 +298,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs():
     cells = [" / ".join(means(runs)) for runs in (runs_of(shown, "none"), of_route2, of_screen)]
     assert f"| {cells[0]} (10 runs) | {cells[1]} (20 runs) |" in of_readme
     assert f"({cells[2]}, 20 runs)" in of_readme
-    assert f"fewer hacks ({' / '.join(means(penalised))})" in text(README)
+    assert f"than plain GRPO does ({' / '.join(means(penalised))})" in text(README)
 
 
 def test_the_numbers_with_demonstrations_are_of_recorded_runs():
@@ -350,8 +350,6 @@ def test_the_numbers_with_demonstrations_are_of_recorded_runs():
         assert f"| SmolLM2-135M, {start}, hacks demonstrated | {said} |" in readme, start
     hack, solve, runs = means(sums, "screen", settings="monitor=source")
     assert f"({hack} / {solve}, {runs} runs)" in readme
-    hack, solve, _ = means(small, "none", settings="mix_ratio=0.0")
-    assert f"({hack} / {solve}; on sums" in readme
 
 
 ABSORBING = "rollout_ablate_frac=0.5 quarantine=shared"
