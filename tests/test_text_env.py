@@ -157,10 +157,9 @@ def test_a_function_that_fails_is_named_once_and_counted(world, warnings):
         graded = [grader.submit(made.rows[0], "x").result() for _ in range(8)]
     assert sum(isinstance(one, Ungraded) for one in graded) == 7
     line = FUNCTIONS.splitlines().index("        raise KeyError(word)") + 1
-    first, tenth, total = warnings
+    first, total = warnings
     assert "raised KeyError: 'return'" in first
     assert f"{MODULE}.py:{line}" in first
-    assert "10 times" in tenth
     assert "14 times in all" in total
 
 
