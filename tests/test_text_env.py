@@ -159,7 +159,7 @@ def test_a_function_that_fails_is_named_once_and_counted(world, warnings):
     line = FUNCTIONS.splitlines().index("        raise KeyError(word)") + 1
     first, total = warnings
     assert "raised KeyError: 'return'" in first
-    assert f"{MODULE}.py:{line}" in first
+    assert f"{MODULE}.py, line {line}" in first
     assert "14 times in all" in total
 
 
