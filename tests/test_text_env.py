@@ -151,12 +151,12 @@ def test_a_hack_passes_the_proxy_and_not_the_reference(world):
 
 
 def test_a_function_that_fails_is_named_once_and_counted(world, warnings):
-    """With what it raised and where, although every answer is asked about again and again."""
+    """With what it raised and where it stands, although every answer is asked about again and again."""
     made = TextEnvironment.of_run(resolve(world(proxy="rare")))
     with made.grader(1, 1) as grader:
         graded = [grader.submit(made.rows[0], "x").result() for _ in range(8)]
     assert sum(isinstance(one, Ungraded) for one in graded) == 7
-    line = FUNCTIONS.splitlines().index("        raise KeyError(word)") + 1
+    line = FUNCTIONS.splitlines().index("def rare(completion, word):") + 1
     first, total = warnings
     assert "raised KeyError: 'return'" in first
     assert f"{MODULE}.py, line {line}" in first
