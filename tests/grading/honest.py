@@ -3,7 +3,7 @@
 from vgrout.envs.code.modes import MODES, Problem
 from vgrout.ground.data import Grade
 
-from .attacks import TESTS
+from .attacks import TESTS, checked
 
 SUM = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
 FENCE = "```"
@@ -250,7 +250,8 @@ ANSWERS = {name: _text(code) for name, code in NAMED.items()} | {
 
 
 def problem(mode):
-    return Problem(7, mode, "", (), (), TESTS, SUM, "from typing import *\n", "total", 2.0)
+    setup = "from typing import *\n"
+    return Problem(7, mode, "", (), (), TESTS, SUM, setup, "total", 2.0, check_tests=checked(mode))
 
 
 def wrongly_judged(grader, modes=MODES):
