@@ -359,7 +359,7 @@ def test_a_run_with_thoughts(world, tmp_path, capsys):
             assert row["solved"] == (len(row["text"]) % 2 == 0)
     assert seen == {True, False}
 
-    assert evaluate(["on", "--samples", "2", "--out", "numbers.json"]) == 0
+    assert evaluate(["on", "--samples", "2", "--out", "numbers.json", "--trust-code"]) == 0
     assert loaded(tmp_path / "numbers.json")["sides"]["deployed"]["think"] > 0
     for step, row in enumerate(lines(tmp_path / "on" / "steps.jsonl")):
         counted = [r.get("thought_tokens", 0) for r in rows["on"] if r["step"] == step]
