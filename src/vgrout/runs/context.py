@@ -173,8 +173,12 @@ class RunContext:
         """
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root, given)
         log = Path("logs") / f"{folder.path.name}.log"
-        logged = log.exists()
-        console.setup(log)
+        with ExitStack() as undo:
+            undo.callback(folder.discard)
+            undo.callback(folder.close)
+            logged = log.exists()
+            console.setup(log)
+            undo.pop_all()  # the log is there, and the folder stays
         return cls(
             folder,
             grader,
