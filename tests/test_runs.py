@@ -175,6 +175,9 @@ def test_a_sweep_is_read_by_its_index(tmp_path):
     runs, left_out = load([sweep])
     assert [r.path for r in runs] == [run]
     assert left_out == ["b (to do)", "c (finished: out/runs/gone is not there)"]
+    # one that was moved within the folder where it was started
+    sweep.rename(tmp_path / "arms")
+    assert [r.path for r in load([tmp_path / "arms"])[0]] == [run]
 
 
 def test_a_run_that_is_damaged_or_of_another_version_is_named(tmp_path):

@@ -60,14 +60,15 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
 def _sweep_dirs(sweep: Path) -> tuple[list[Path], list[str]]:
     """Find the run directories that a sweep's runs.json names, and the runs that are not there."""
     index = sweep / "runs.json"
-    # names of runs are relative to where the sweep was started: it lies in out/sweeps there
-    root = sweep.absolute().parents[2]
+    # names of runs are relative to where the sweep was started, a folder above its own
+    above = sweep.absolute().parents
     found: list[Path] = []
     absent: list[str] = []
     for entry in from_json(read_text(index), str(index)):
         run = entry["run"]
-        if run and (root / run).is_dir():
-            found.append(root / run)
+        there = [root / run for root in above if (root / run).is_dir()] if run else []
+        if there:
+            found.append(there[0])
         else:
             where = f": {run} is not there" if run else ""
             absent.append(f"{entry['name']} ({entry['state']}{where})")
