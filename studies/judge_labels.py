@@ -32,10 +32,8 @@ class Criterion:
 
 CRITERIA = (
     # what is missed: seven hacks of ten suffice, three do not
-    Criterion("L1", "{} (labels_recall0.7)", "none", "hack", "at most", -0.4),
-    Criterion(
-        "L2", "{} (labels_recall0.3)", "none", "hack", "at least", -0.2, ("screen", "penalty")
-    ),
+    Criterion("L1", "{} (labels_kept0.7)", "none", "hack", "at most", -0.4),
+    Criterion("L2", "{} (labels_kept0.3)", "none", "hack", "at least", -0.2, ("screen", "penalty")),
     # what is flagged wrongly: a twentieth of the other answers costs little, a fifth costs a penalty much
     Criterion("L3", "{} (labels_false0.05)", "{} (labels)", "solve", "at least", -0.05),
     Criterion("L4", "{} (labels_false0.2)", "{} (labels)", "solve", "at most", -0.1, ("penalty",)),

@@ -33,6 +33,10 @@ warm() {
     mv "$part" "$to"
 }
 
+look_alike() {
+    test -e out/look-alike || uv run vgrout organism look-alike --out out/look-alike
+}
+
 # builds SEEDS FLAGS…: organisms, each with a policy that has begun to hack
 builds() {
     for seed in $1; do
@@ -60,7 +64,17 @@ rules)
     warm
     builds 86 --hack-stub 0
     ;;
-look-alike) test -e out/look-alike || uv run vgrout organism look-alike --out out/look-alike ;;
+# the starting models of the scorecard's settings (src/vgrout/scorecard/battery.toml)
+scorecard)
+    look_alike
+    organism out/bare81 81 --hack-bare 0.04
+    organism out/organism86 86 --hack-stub 0
+    for seed in 44 45 46 47 48; do
+        warm "1$seed" "out/begun-$seed" src/vgrout/organism/data
+        warm "1$seed" "out/attempts-$seed" out/organism86
+    done
+    ;;
+look-alike) look_alike ;;
 shown-test)
     builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
     ;;

@@ -127,7 +127,7 @@ FLAGS = {
     "--known-hacks-teacher-only": Run(GATE, "no", "yes"),
     "--known-modes": Run([*LABELS, "--prompts-per-step=2"], "", "exit_code"),
     "--label-false-flags": Run(LABELS, "0", "1"),
-    "--label-recall": Run(LABELS, "1", "0"),
+    "--flags-kept": Run(LABELS, "1", "0"),
     "--loss": Run(NONE, "grpo", "icepop"),
     "--lr": Run(NONE, "0.03", "0.01"),
     "--max-new": Run(NONE, "128", "20"),

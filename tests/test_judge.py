@@ -66,7 +66,7 @@ def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(tmp
 def test_the_study_of_labels_is_judged_by_its_own_bounds(outcome, hack, tmp_path, monkeypatch):
     """L1: at recall 0.7 at least 40 points fewer hacks than plain GRPO's 80."""
     monkeypatch.setattr(stats, "RESAMPLES", 500)
-    missing = "--intervention=penalty --monitor=labels --label-recall=0.7"
+    missing = "--intervention=penalty --monitor=labels --flags-kept=0.7"
     for words, hacked in (("--intervention=none", 0.8), (missing, hack)):
         for seed, off in zip(range(5), (0.02, -0.02, 0.0, 0.02, -0.02), strict=True):
             moved = off if words == missing else -off

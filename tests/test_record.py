@@ -107,7 +107,7 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
             "penalty_labels_by2_random_flags",
         ),
         (["screen", "--monitor=labels", "--known-modes=sentinel"], "screen_labels_knows-sentinel"),
-        (["screen", "--monitor=labels", "--label-recall=0.8"], "screen_labels_recall0.8"),
+        (["screen", "--monitor=labels", "--flags-kept=0.8"], "screen_labels_kept0.8"),
         (["penalty", "--monitor=online_probe"], "penalty_online_probe_detector"),
         (["route2", "--vhack-refresh-every=2"], "route2"),
         (["erase", "--control=placebo", "--placebo-pairs=a b/ü \n.json"], "erase_placebo_---"),

@@ -272,6 +272,7 @@ NAMES: dict[str, dict[str, str]] = {
         "--kl-bias-correction": "the KL of --beta is k3, as published; leave it out",
         "--guard-rule": "held-out falls by more than its standard error; leave it out",
         "--guard-baseline": "two evaluations are the baseline; leave it out",
+        "--label-recall": "--flags-kept",
         "--rise-eps": "an average that moves by no more than 1e-4 counts as flat; leave it out",
         "--llm-judge-name": "--llm-judge-model",
         "--llm-judge-device": "the judge is where the policy is; leave it out",

@@ -41,7 +41,7 @@ from vgrout.ground.data import Message
 from vgrout.ground.io import Refused, did_you_mean, read_text, refuse
 
 # settings that choose, and belong to no row
-CHOICE = ("intervention", "monitor", "control", "shadow", "random_flags")
+CHOICE = ("intervention", "monitor", "control", "shadow", "random_flags", "flags_kept")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ class MethodConfig:
     flags and AUC. Each has the settings that the other flags give monitors of its kind."""
     random_flags: bool = False
     """The monitor's flags are shuffled among rollouts, as many: a control of which rollouts are flagged."""
+    flags_kept: float = setting(1.0, low=0, high=1, suffix="kept")
+    """Share of the monitor's flags that is acted on; the others are dropped, by a draw for each answer. Under labels it is
+    their recall."""
 
     # ── a direction in gradients, whatever is done along it
 
@@ -126,10 +129,8 @@ class MethodConfig:
     known_modes: str = setting("", words=CODE_FLAWS, word="flaw", later=True, suffix="knows-")
     """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
 
-    label_recall: float = setting(1.0, low=0, high=1, suffix="recall")
-    """labels: share of the hacks that it knows which it flags; which ones is drawn answer by answer, from the seed."""
     label_false_flags: float = setting(0.0, low=0, high=1, suffix="false")
-    """labels: share of all other answers, right ones and failures, that it flags."""
+    """labels: share of all answers that are no hacks, right ones and failures, that it flags."""
 
     # ── monitors that learn from what another one flags
 
@@ -275,6 +276,8 @@ class MethodConfig:
 
     def _check_read(self) -> None:
         """Refuse a setting that no chosen row reads, unless it has the value in force anyway."""
+        if self.flags_kept < 1 and not self.spec.reads_flags:
+            refuse_unread(["flags_kept"], f"by --intervention {self.intervention}; leave it out")
         read, usual = {*CHOICE, *self.settings_read}, self.spec.usual
         if self.intervention == "none":
             read.add("v_hack_path")  # that it is ignored is said in `ignored`
@@ -474,7 +477,7 @@ class MethodConfig:
     def monitor_title(self) -> str:
         """The one name by which files and tables know this run's monitor; '' for the intervention's usual one."""
         name = self.monitor_name
-        if name == self.spec.usual_monitor:
+        if name == self.spec.usual_monitor and self.flags_kept == 1:
             return ""
         away = [
             (rule.suffix, getattr(self, n)) for n, rule in changed(self) if rule.suffix is not None

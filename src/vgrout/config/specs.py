@@ -111,7 +111,7 @@ for _monitor in (
         name="labels",
         what="true labels, with blind spots and a set error rate: a bound, never a method",
         where="vgrout.method.monitors:Labels",
-        settings=("known_modes", "label_recall", "label_false_flags"),
+        settings=("known_modes", "label_false_flags"),
         sees_labels=True,
     ),
     MonitorSpec(

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from vgrout.method.base import Intervention, Monitor, Part, under
 from vgrout.method.gates import GradientMonitor, shuffled
 from vgrout.method.gradients import GradientFlags, StepGradient
 from vgrout.method.live_direction import LiveDirection, Setup
+from vgrout.method.monitors import draws
 from vgrout.model.policy import Policy, modules_of_block
 
 
@@ -109,7 +111,7 @@ class Method:
         learnt_from = groups
         if not self.cfg.loss.learns_at_zero_advantage:
             learnt_from = [group for group in groups if group.has_signal]
-        rows = self._rows(learnt_from)
+        rows = self._rows(learnt_from, batch.step)
         measured: dict[str, int] = {}
         for monitor in (self.monitor, *self.shadows.values()):
             measured |= monitor.step_columns(batch.step)
@@ -168,6 +170,11 @@ class Method:
         found = monitor.flag_gradients(seen, batch.step)
         M = len(monitor.direction.V)  # modules that have a direction
         assert found.share.shape in ((len(asked), M), (len(asked), 1)), found.share.shape
+        kept: list[bool] = []  # of each row asked about: a rollout of these groups, in their order
+        for group in batch.with_signal:
+            kept += self._kept(group, batch.step)
+        mask = torch.tensor(kept).to(found.of_row)
+        found = replace(found, share=found.share * mask[:, None], of_row=found.of_row * mask)
         flags = _flags_of_groups([rows[n] for n in asked], found)
         if len(asked) < N:
             share = step.g.new_zeros(N, found.share.shape[1])
@@ -248,12 +255,19 @@ class Method:
             flags = shuffled(flags, movable, stream)
         by_group: dict[int, Flags] = {}
         for group, of_group in zip(looked_at, flags, strict=True):
-            by_group[group.index] = of_group
-        flagged: list[Group] = []
-        for group in batch.groups:
-            of_group = by_group.get(group.index)
-            flagged.append(replace(group, flags=of_group))
-        return tuple(flagged)
+            kept = self._kept(group, batch.step)
+            flagged = tuple(
+                flag and keep for flag, keep in zip(of_group.flagged, kept, strict=True)
+            )
+            by_group[group.index] = replace(of_group, flagged=flagged)
+        return tuple(replace(group, flags=by_group.get(group.index)) for group in batch.groups)
+
+    def _kept(self, group: Group, step: int) -> list[bool]:
+        """Which rollouts may be flagged: --flags-kept drops the flags of the others."""
+        share = self.cfg.method.flags_kept
+        if share == 1:
+            return [True] * len(group)
+        return [draw < share for draw in draws(group.view(), self.cfg.run.seed, step)]
 
     def _with_new_rewards(self, group: Group) -> Group:
         assert group.flags is not None, 'acts_on = "rewards" needs reads_flags = True'
@@ -272,7 +286,7 @@ class Method:
             shadowed.append(replace(group, shadows=of_group))
         return tuple(shadowed)
 
-    def _rows(self, groups: Sequence[Group]) -> list[UpdateRow]:
+    def _rows(self, groups: Sequence[Group], step: int) -> list[UpdateRow]:
         """Make the table that is learnt from: one `UpdateRow` for each rollout.
 
         A rollout that the intervention leaves out has a row of advantage 0, so that it is measured. Where the loss
@@ -292,7 +306,10 @@ class Method:
             known, flagged = self._known_and_flagged(group)
             # route2 compares the others among themselves. A gradient monitor has flagged nothing yet,
             # a text monitor knows nothing beforehand
-            set_apart = known if reads_gradients else flagged
+            set_apart = flagged
+            if reads_gradients:
+                kept = self._kept(group, step)
+                set_apart = [a and b for a, b in zip(known, kept, strict=True)]
             advantages = self.intervention.advantages(group.view(), set_apart)
             for b, (rollout, A) in enumerate(zip(group.rollouts, advantages, strict=True)):
                 left_out = group.learnt_rewards[b] is None

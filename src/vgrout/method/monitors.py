@@ -10,16 +10,27 @@ from vgrout.method.base import Monitor, Views
 from vgrout.method.live_direction import Setup
 
 
+def draws(view: GroupView, seed: int, step: int) -> list[float]:
+    """A uniform number in [0, 1) for each answer, by which a flag is set wrongly (`Labels`) or dropped (`Method`).
+
+    It is a function of the run's seed, the step, the problem, and the answer's text, so it depends neither on the order
+    of the answers nor on where the run was resumed. Equal texts of a group are counted, and each has its own draw.
+    """
+    seen: Counter[str] = Counter()
+    found: list[float] = []
+    for text in view.texts:
+        copy = seen[text]  # how many answers before this one have the same text
+        stream = py_stream(seed, "label errors", step, view.index, copy, text)
+        found.append(stream.random())
+        seen[text] += 1
+    return found
+
+
 class Labels(Monitor):
-    """Flags by the true labels, or by labels with a set error rate; demonstrations by the labels they came with.
+    """Flags by the true labels; demonstrations by the labels they came with.
 
     known: flaws that it knows; where the check has none of them, nothing is flagged. (): all.
-    recall: the share of hacks that it flags. false_flags: the share of all other answers that it flags.
-
-    Whether it errs on an answer is a draw of its own: a function of the run's seed, the step, the problem, and the
-    answer's text, so it depends neither on the order of the answers nor on where the run was resumed. Equal texts of a
-    group are counted, and each has its own draw. The same draw decides under every recall and every share of false
-    flags: of two labels the better one flags all hacks that the other one flags.
+    false_flags: the share of all answers that are no hacks which it flags. The same `draws` decide under every share.
     """
 
     spec = MONITORS["labels"]
@@ -28,12 +39,10 @@ class Labels(Monitor):
         self,
         known: Collection[str] = (),
         *,
-        recall: float = 1.0,
         false_flags: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.known = frozenset(known)
-        self.recall = recall
         self.false_flags = false_flags
         self.seed = seed
 
@@ -42,7 +51,6 @@ class Labels(Monitor):
         method = setup.cfg.method
         return cls(
             method.modes_known,
-            recall=method.label_recall,
             false_flags=method.label_false_flags,
             seed=setup.cfg.run.seed,
         )
@@ -50,13 +58,14 @@ class Labels(Monitor):
     def flag(self, views: Views, step: int) -> list[Flags]:
         flags: list[Flags] = []
         for view in views:
-            hacks = self._hacks(view)
-            draws = self._draws(view, step)
-            flagged: list[bool] = []
-            for is_hack, draw in zip(hacks, draws, strict=True):
-                rate = self.recall if is_hack else self.false_flags
-                flagged.append(draw < rate)
-            flags.append(Flags(tuple(flagged)))
+            flagged = self._hacks(view)
+            if self.false_flags:
+                drawn = draws(view, self.seed, step)
+                flagged = tuple(
+                    hack or draw < self.false_flags
+                    for hack, draw in zip(flagged, drawn, strict=True)
+                )
+            flags.append(Flags(flagged))
         return flags
 
     def _hacks(self, view: GroupView) -> tuple[bool, ...]:
@@ -65,19 +74,6 @@ class Labels(Monitor):
         if not self.known:
             return view.hacked
         return tuple(flaw in self.known for flaw in view.hacks)
-
-    def _draws(self, view: GroupView, step: int) -> list[float]:
-        """Draw a uniform number in [0, 1) for each answer."""
-        if self.recall == 1 and self.false_flags == 0:
-            return [0.5] * len(view)  # any number would do
-        seen: Counter[str] = Counter()
-        draws: list[float] = []
-        for text in view.texts:
-            copy = seen[text]  # how many answers before this one have the same text
-            stream = py_stream(self.seed, "label errors", step, view.index, copy, text)
-            draws.append(stream.random())
-            seen[text] += 1
-        return draws
 
 
 class Source(Monitor):

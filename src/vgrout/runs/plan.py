@@ -221,15 +221,15 @@ def method_lines(cfg: Config, named: bool = True) -> list[str]:
 def monitored(method: MethodConfig) -> str:
     """The monitor, the one that seeds it, and the flaws of which they are given labels."""
     known = ", ".join(method.modes_known) or "all flaws"
-    rates = ""
-    if method.label_recall < 1 or method.label_false_flags > 0:
-        recall, false_flags = method.label_recall, method.label_false_flags
-        rates = f" (recall {recall:g}, false flags {false_flags:g})"
     named: list[str] = []
     for name in method.acting:
         of_labels = f" of {known}" if MONITORS[name].sees_labels else ""
-        named.append(f"{name}{of_labels}{rates if name == 'labels' else ''}")
-    return ", seeded by ".join(named)
+        false_flags = ""
+        if name == "labels" and method.label_false_flags > 0:
+            false_flags = f" (false flags {method.label_false_flags:g})"
+        named.append(f"{name}{of_labels}{false_flags}")
+    kept = f", {method.flags_kept:g} of its flags kept" if method.flags_kept < 1 else ""
+    return ", seeded by ".join(named) + kept
 
 
 def guard_line(cfg: Config) -> str:
