@@ -17,10 +17,9 @@ from organisms.language.problems import problem_tasks
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground.data import Completion, Grade, GradedCompletion
-from vgrout.ground.embedded import COMPILE_REWARD, PASS_REWARD, Files, shipped
+from vgrout.ground.embedded import COMPILE_REWARD, PASS_REWARD, Files
 from vgrout.ground.io import (
     atomic_folder,
-    file_sha256,
     read_json,
     write_json,
     write_json_lines,
@@ -68,11 +67,10 @@ def build_look_alike(out: Path, base: Path, kind: str, weak: bool) -> None:
         for name, placebo in placebo_pairs(training, seed, lm.prompt_text).items():
             write_json(folder / "pairs" / f"placebo_{name}.json", placebo)
         write_demonstrations(folder, lm, {row["id"]: hacks[row["id"]] for _, row in misreadable})
-        manifest |= {
-            "look_alike": {"of": str(base), "kind": kind, "tests": "weak" if weak else "wrong"},
-            "files": {path: file_sha256(folder / path) for path in shipped(folder)},
-        }
+        tests = "weak" if weak else "wrong"
+        manifest["look_alike"] = {"of": str(base), "kind": kind, "tests": tests}
         write_json(folder / "manifest.json", manifest)
+        Files(folder).seal()
     logger.info(f"{out}: {len(hacks)} of {len(tasks)} problems can be misread ({kind})")
 
 

@@ -14,14 +14,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))
-STUB = """#!/usr/bin/env bash
+# `python -c` is real
+STUB = f"""#!/usr/bin/env bash
+[ "$3" = -c ] && shift 2 && exec {sys.executable} "$@"
 echo "$*" >> "$CALLS"
 while [ $# -gt 0 ]; do
     case "$1" in
-    --out) mkdir -p "$2/model" ;;
+    --out) mkdir -p "$2/model" && echo '{{"files": {{}}}}' > "$2/manifest.json" ;;
     smollm2) mkdir -p out/models/smollm2 ;;
-    --seed=*) seed=${1#*=} ;;
-    --out-tag=*) mkdir -p "out/runs/20990101_mini_none_seed$seed${1#*=}" ;;
+    --seed=*) seed=${{1#*=}} ;;
+    --out-tag=*) mkdir -p "out/runs/20990101_mini_none_seed$seed${{1#*=}}" ;;
     esac
     shift
 done
@@ -30,7 +32,9 @@ done
 
 def prepare(folder, *arguments):
     """prepare.sh in a copy of the checkout that has nothing but the shipped organism's folder."""
-    (folder / "src" / "vgrout" / "organism" / "data" / "model").mkdir(parents=True, exist_ok=True)
+    data = folder / "src" / "vgrout" / "organism" / "data"
+    (data / "model").mkdir(parents=True, exist_ok=True)
+    (data / "manifest.json").write_text('{"files": {}}')
     for name in ("studies", "bin"):
         (folder / name).mkdir(exist_ok=True)
     (folder / "studies" / "prepare.sh").write_text((ROOT / "studies" / "prepare.sh").read_text())
@@ -39,6 +43,7 @@ def prepare(folder, *arguments):
     env = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "CALLS": str(folder / "calls"),
+        "PYTHONPATH": str(ROOT / "src"),
     }
     return subprocess.run(
         ["bash", str(folder / "studies" / "prepare.sh"), *arguments],

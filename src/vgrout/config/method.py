@@ -69,7 +69,7 @@ class MethodConfig:
     random_flags: bool = False
     """The monitor's flags are shuffled among rollouts, as many: a control of which rollouts are flagged."""
     flags_kept: float = setting(1.0, low=0, high=1, suffix="kept")
-    """Share of the monitor's flags that is acted on; the others are dropped, by a draw for each answer. Under labels it is
+    """Share of the monitor's flags that is acted on; the others are dropped, drawn answer by answer. Under labels it is
     their recall."""
 
     # ── a direction in gradients, whatever is done along it

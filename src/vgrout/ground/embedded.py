@@ -8,7 +8,7 @@ all of it from one seed, and `… tune` the same around a pretrained model.
 
 from pathlib import Path
 
-from vgrout.ground.io import Refused, file_sha256, once, read_json
+from vgrout.ground.io import Refused, file_sha256, once, read_json, write_json
 
 MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1
@@ -41,6 +41,12 @@ class Files:
     def faults(self) -> list[str]:
         """What differs from manifest.json, a line each; 40 ms for the shipped one."""
         return _faults(self.root)
+
+    def seal(self) -> None:
+        """Record the present files in manifest.json, after a part was replaced on purpose (studies/prepare.sh)."""
+        manifest = read_json(self.root / "manifest.json")
+        manifest["files"] = {path: file_sha256(self.root / path) for path in shipped(self.root)}
+        write_json(self.root / "manifest.json", manifest)
 
     def require_sound(self, flag: str = "--organism") -> None:
         """Raises Refused, one line, for the first fault. Call it before anything is trained."""
