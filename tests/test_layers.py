@@ -19,6 +19,7 @@ FLOORS = [
     {"__main__"},
     {"api"},
     {"commands"},
+    {"scorecard"},
     {"sweep", "imitation", "export"},
     {"train"},
     {"runs"},
@@ -54,6 +55,7 @@ STDLIB_ONLY = (
 WITHOUT_TORCH = (
     "train",
     "sweep.__main__",
+    "scorecard.__main__",
     "report.__main__",
     "export.__main__",
     "api",

@@ -38,6 +38,10 @@ COMMANDS = {
         "vgrout.report.__main__:main",
         "finished runs as tables with intervals, figures and a page to read rollouts in; --judge: verdicts",
     ),
+    "scorecard": (
+        "vgrout.scorecard.__main__:main",
+        "how good an intervention or a monitor is: the recorded table of ours, and yours beside it",
+    ),
     "direction": (
         "vgrout.direction.__main__:main",
         "extract a hack direction from contrastive pairs, and say how good it is",

@@ -22,6 +22,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout.config.checks import check, setting
+from vgrout.config.run import settings_sha256
 from vgrout.ground.io import (
     Refused,
     held,
@@ -96,8 +97,8 @@ class Sweep:
         """
         missing: list[str] = []
         with reading_once():  # what arms have in common is read and checked for the first of them
-            files = _hashes_by_arm(study, dry_run, missing)
-        sweep = cls(study, [Entry(run, files[run.arm]) for run in study.runs], missing)
+            files = _hashes(study, dry_run, missing)
+        sweep = cls(study, [Entry(run, files[run.identity]) for run in study.runs], missing)
         sweep.ledger.refresh()
         for entry in sweep.entries:
             entry.look(sweep.ledger)
@@ -302,27 +303,29 @@ class Sweep:
         return FINISHED
 
 
-def _hashes_by_arm(
+def _hashes(
     study: StudyFile, dry_run: bool, missing: list[str]
 ) -> dict[str, Mapping[str, str | None]]:
-    """The hashes of each arm's files, which are the same for every seed; all of them are checked.
+    """The hashes of each run's files, by the run's identity; all of them are checked.
 
     missing: gets a line for each file that is not there.
 
     Raises:
         Refused: as `Sweep.of`.
     """
+    of_settings: dict[str, Mapping[str, str | None]] = {}  # which are the same for every seed
     files: dict[str, Mapping[str, str | None]] = {}
     for run in study.runs:
-        if run.arm in files:
-            continue
-        cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run))
-        try:
-            inputs = preflight(cfg)
-        except Refused as e:
-            raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
-        files[run.arm] = file_hashes(cfg, inputs)
-        missing += inputs.absent
+        cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run, seed=0))
+        settings = settings_sha256(cfg)
+        if settings not in of_settings:
+            try:
+                inputs = preflight(cfg)
+            except Refused as e:
+                raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
+            of_settings[settings] = file_hashes(cfg, inputs)
+            missing += inputs.absent
+        files[run.identity] = of_settings[settings]
     return files
 
 

@@ -166,7 +166,7 @@ def _arms(study: Mapping[str, Any], trusted: bool) -> tuple[dict[str, Settings],
             try:
                 flags_given = common | arm.flags | override.flags
                 preset = str(study.get("preset"))
-                cfg, flags, dropped = _resolved(preset, flags_given, of_all, trusted)
+                cfg, flags, dropped = resolved_flags(preset, flags_given, of_all, trusted)
             except Refused as e:
                 raise Refused(f"{where}: {e}") from None
             label = _joined(arm.name or _label(cfg, arm.flags), override.name)
@@ -201,12 +201,15 @@ def _left_out(given: Mapping[str, int], not_read: Mapping[str, list[str]]) -> li
     return lines
 
 
-def _resolved(
+def resolved_flags(
     preset: str, flags: FlagTable, of_all: Collection[str], trusted: bool
 ) -> tuple[Config, tuple[str, ...], set[str]]:
     """A run's settings, its flags as the command line has them, and the flags that it does not read.
 
     of_all: flags that were given to every arm. Those that this one does not read are left out.
+
+    Raises:
+        Refused: one line, for a flag that is wrong, or that is not read and not of all.
     """
     dropped: set[str] = set()
     while True:

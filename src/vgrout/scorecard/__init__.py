@@ -1,0 +1,1 @@
+"""The scorecard: every intervention and monitor in the same settings, and yours beside ours."""

@@ -1,0 +1,110 @@
+"""`vgrout scorecard`: how good an intervention or a monitor is, yours beside ours.
+
+Alone it prints the recorded table. With `--intervention` or `--monitor` it runs yours in the battery's settings and
+adds its row. The same command continues after any ending.
+
+Exit codes: as `vgrout sweep`.
+"""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vgrout.config.checks import check, setting
+from vgrout.config.cli import cli_exit, leave, parse_args
+from vgrout.ground import console
+from vgrout.ground.io import printable, refuse, require_own
+from vgrout.scorecard.battery import PROOF, PROOF_SETTING, Battery, Key, chosen, plan
+
+
+@dataclass(frozen=True)
+class Cli:
+    """How good an intervention or a monitor is: the recorded table of ours, and a row of yours beside it."""
+
+    intervention: str = ""
+    """Yours, module:Class, or one of ours; none: penalty, where --monitor is given."""
+    monitor: str = ""
+    """Yours, module:Class, or one of ours; none: the intervention's usual one."""
+    seed_monitor: str = ""
+    """What yours learns from, where it does."""
+    rows: str = ""
+    """Comma list of recorded rows to run again here."""
+    settings: str = ""
+    """Comma list of settings; none: all."""
+    seeds: str = ""
+    """Comma list of the battery's seeds; none: all five."""
+    jobs: int | None = setting(None, low=1)
+    """Runs at a time; none: as many as there are GPUs, or else cores."""
+    dry_run: bool = False
+    """Say which runs are left and how long they take; start nothing. The table has what is finished."""
+    html: Path | None = None
+    """Folder for a page with the table, from which each cell that was run here leads to its runs."""
+    csv: Path | None = None
+    """File for the outcome of every run in the table."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def row(self) -> dict[str, object]:
+        """The flags of a row of one's own; empty: there is none."""
+        given = {"monitor": self.monitor, "seed-monitor": self.seed_monitor}
+        flags: dict[str, object] = {name: value for name, value in given.items() if value}
+        if flags or self.intervention:
+            flags["intervention"] = self.intervention or "penalty"
+        return flags
+
+
+def command(cli: Cli) -> int:
+    """Run what is asked for, and print the table. Raises Refused, one line, before the first run starts."""
+    battery = Battery.load()
+    settings = chosen(cli.settings, battery.settings, "setting")
+    seeds = [int(seed) for seed in chosen(cli.seeds, map(str, battery.seeds), "seed")]
+    again = chosen(cli.rows, battery.rows, "row") if cli.rows else []
+    if cli.html:
+        require_own(cli.html, "--html", "scorecard.html", "scorecard")
+    rows = dict(battery.rows)
+    cells: list[Key] = [(row, s, seed) for s in settings for row in again for seed in seeds]
+    own = " · ".join(str(value).rpartition(":")[2] for value in cli.row.values())
+    if own:
+        refuse(own in rows, f"{own}: is recorded; say --rows to run it again")
+        rows[own] = cli.row
+        cells += [(own, s, seed) for s in settings for seed in seeds]
+        cells += [(row, PROOF_SETTING, battery.seeds[0]) for row in PROOF]
+    absent = _absent(battery, cells)
+    refuse(bool(cli.settings and absent), "; ".join(absent.values()))
+    planned = plan(battery, rows, [cell for cell in cells if cell[1] not in absent])
+    from vgrout.scorecard import carry_out  # scipy and pandas take seconds to import
+
+    code, outcomes, failed = carry_out.run(planned, cli.jobs, cli.dry_run)
+    board = carry_out.Scorecard.of(battery, outcomes, planned, failed)
+    print(printable(board.text(settings, [*rows])))
+    for line in (*board.notes(settings), *absent.values()):
+        print(textwrap.fill(printable(line), 80, subsequent_indent="  "))
+    if cli.csv:
+        carry_out.write(cli.csv, board.outcomes)
+    if cli.html:
+        print(f"\n-> {board.page(cli.html, settings, [*rows])}")
+    return code
+
+
+def _absent(battery: Battery, cells: Sequence[Key]) -> dict[str, str]:
+    """Settings whose starting models are not here, each with a line."""
+    absent: dict[str, str] = {}
+    for _, name, seed in cells:
+        start = battery.start(name, seed)
+        if start and not start.is_dir():
+            absent[name] = (
+                f"{name}: not run, {start} is not here; in a clone `studies/prepare.sh scorecard` makes it"
+            )
+    return absent
+
+
+def main(argv: list[str] | None = None) -> int:
+    console.setup(None)
+    return cli_exit(lambda: command(parse_args(Cli, argv, "vgrout scorecard")))
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,120 @@
+"""What is run for the scorecard: rows × settings × seeds, as battery.toml has them, and a row of somebody's own."""
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vgrout.config.method import MethodConfig
+from vgrout.config.specs import MONITORS
+from vgrout.ground.io import Refused, did_you_mean, refuse
+from vgrout.sweep.study_file import FlagTable, PlannedRun, resolved_flags
+
+FILE = Path(__file__).with_name("battery.toml")
+CEILING, IDLE = "ceiling", "nothing"  # a row, and the setting in which nothing can be hacked
+# rows of ours that are run again beside yours, with the first seed: does this machine make the recorded numbers?
+PROOF, PROOF_SETTING = ("none", "route2"), "shown"
+Key = tuple[str, str, int]  # row, setting, seed
+
+
+@dataclass(frozen=True)
+class Battery:
+    """The rows and the settings, each with its flags."""
+
+    preset: str
+    seeds: Sequence[int]
+    common: FlagTable
+    rows: Mapping[str, FlagTable]
+    settings: Mapping[str, FlagTable]
+    needs: Mapping[str, str]  # what each row has to be given beside a grader
+
+    @classmethod
+    def load(cls) -> "Battery":
+        data: dict[str, Any] = tomllib.loads(FILE.read_text(encoding="utf-8"))
+        return cls(**data)
+
+    def start(self, setting: str, seed: int) -> Path | None:
+        """The organism that a setting's runs start from; None: the shipped one."""
+        organism = self.settings[setting].get("organism")
+        return Path(str(organism).format(seed=seed)) if organism else None
+
+
+@dataclass
+class Plan:
+    """The runs of chosen rows, settings and seeds. A run of several cells is there once for each."""
+
+    runs: dict[Key, PlannedRun] = field(default_factory=dict)
+    cannot: dict[tuple[str, str], str] = field(default_factory=dict)  # row, setting → why not
+
+    @property
+    def once(self) -> tuple[PlannedRun, ...]:
+        first: dict[str, PlannedRun] = {}
+        for run in self.runs.values():
+            first.setdefault(run.identity, run)
+        return tuple(first.values())
+
+
+def plan(battery: Battery, rows: Mapping[str, FlagTable], cells: Iterable[Key]) -> Plan:
+    """Plan these cells. rows: the flags of each row, the battery's or one's own.
+
+    Raises:
+        Refused: one line: a row is wrong in every setting.
+    """
+    planned = Plan()
+    for row, setting, seed in cells:
+        if (row, setting) in planned.cannot:
+            continue
+        before = planned.runs.get((row, setting, battery.seeds[0]))
+        if before is not None and battery.start(setting, seed) is None:  # the same but for its seed
+            cfg = replace(before.cfg, run=replace(before.cfg.run, seed=seed))
+            flags = (*before.flags[:-1], f"--seed={seed}")
+            planned.runs[row, setting, seed] = replace(before, cfg=cfg, flags=flags)
+            continue
+        try:
+            planned.runs[row, setting, seed] = _run(battery, row, rows[row], setting, seed)
+        except Refused as e:
+            planned.cannot[row, setting] = str(e)
+    settings_of_row = {
+        row: {s for r, s, _ in planned.runs if r == row} for row, _ in planned.cannot
+    }
+    for (row, _), why in planned.cannot.items():
+        refuse(not settings_of_row[row], why)
+    return planned
+
+
+def _run(battery: Battery, row: str, of_row: FlagTable, setting: str, seed: int) -> PlannedRun:
+    """A cell's run. What a setting or all runs are given and this row does not read is left out."""
+    of_all = battery.common | battery.settings[setting]
+    flags = {"intervention": "none"} | of_row | of_all
+    if start := battery.start(setting, seed):
+        flags["organism"] = str(start)
+    cfg, argv, _ = resolved_flags(battery.preset, flags, of_all, trusted=True)
+    cfg = replace(cfg, run=replace(cfg.run, seed=seed))
+    return PlannedRun(f"{row} · {setting}", cfg, (*argv, f"--seed={seed}"))
+
+
+def chosen(given: str, legal: Iterable[str], word: str) -> list[str]:
+    """The names of a comma list, all where it is empty. Raises Refused, one line, for an unknown one."""
+    legal = [*legal]
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        should = f"should be of {', '.join(legal)}{did_you_mean(name, legal)}"
+        refuse(name not in legal, f"--{word}s {name}: no such {word}; {should}")
+    return names or legal
+
+
+def needs(method: MethodConfig) -> str:
+    """What a method has to be given beside a grader."""
+    found: list[str] = []
+    if any(MONITORS[name].sees_labels for name in method.acting):
+        found.append("labels")
+    if method.has_direction:
+        found.append("pairs")
+    if method.monitor_name == "gate":
+        found.append("known hacks")
+    if any("known correct" in MONITORS[name].needs for name in method.acting):
+        found.append("right answers")
+    if method.control_spec.strict:
+        found.append("a grader without a flaw")
+    return ", ".join(found) or "nothing"

@@ -1,0 +1,216 @@
+"""Runs the planned cells as a sweep, and shows the table: as text of 80 columns, and as a page."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader
+
+from vgrout.ground.io import hold, make_folder, one_line, write_atomic
+from vgrout.ground.machine import cores, visible
+from vgrout.report import load, page, rollouts, tables
+from vgrout.report.stats import Estimate
+from vgrout.runs.context import FINISHED
+from vgrout.runs.run_dir import RUNS
+from vgrout.scorecard.battery import FILE, Battery, Key, Plan, needs
+from vgrout.scorecard.outcome import Cell, Outcome, cells, cost, read, read_run, write
+from vgrout.sweep.runner import Sweep
+from vgrout.sweep.study_file import StudyFile
+from vgrout.sweep.workers import Local
+
+Place = tuple[str, str]  # row, setting
+MARKS = {"holds": "+", "breaks": "×", "undecided": "?", "idle": "○", "": " "}
+# the words of long heads, one above the other
+HEADS = {
+    "unannounced": ("unan-", "nounced"),
+    "attempts": ("at-", "tempts"),
+    "look-alike": ("look-", "alike"),
+}
+TRIVIAL = ("penalty · syntax", "penalty · unread")  # rules of a line or two that know no hack
+LEGEND = (
+    "Deployed hack / solve in percent, means over seeds. + holds: hack at most 5 points above the ceiling's and "
+    "solve at most 10 under it, by 95 % intervals; × breaks; ? undecided; ○ flags nothing. * a trivial rule holds "
+    "in this setting. – cannot be run; · not run."
+)
+RUN_S = 75  # seconds of one core that a run takes
+
+__all__ = ["Scorecard", "run", "write"]
+
+
+def run(
+    planned: Plan, jobs: int | None, dry_run: bool
+) -> tuple[int, dict[Key, Outcome], dict[Place, str]]:
+    """Run what has not been run here; dry_run: say which runs there are and what is missing, and start nothing.
+
+    Returns:
+        The exit code, the outcomes of finished cells, and why others failed.
+    """
+    if not planned.runs:
+        return FINISHED, {}, {}
+    sha256 = hashlib.sha256(FILE.read_bytes()).hexdigest()
+    sweep = Sweep.of(StudyFile(FILE, "scorecard", sha256, (), planned.once), dry_run)
+    code = FINISHED
+    if dry_run:
+        at_once = jobs or len(visible()) or cores()
+        minutes = len(sweep.left) * RUN_S / min(at_once, cores()) / 60
+        print("\n".join(sweep.plan(f"{at_once} at a time, about {minutes:.0f} minutes")))
+    else:
+        make_folder(sweep.folder / "logs")
+        with hold(sweep.folder, "sweep"):
+            sweep.freeze(replan=True)
+            sweep.write()
+            code = sweep.carry_out(Local(jobs, visible()))
+    outcomes: dict[Key, Outcome] = {}
+    failed: dict[Place, str] = {}
+    entries = {entry.planned.identity: entry for entry in sweep.entries}
+    for (row, setting, seed), of_cell in planned.runs.items():
+        entry = entries[of_cell.identity]
+        if entry.state == "finished" and entry.run:
+            outcomes[row, setting, seed] = read_run(row, setting, seed, entry.run)
+        elif entry.reason:
+            failed[row, setting] = f"{entry.state}: {entry.reason} [{sweep.log(entry)}]"
+    return code, outcomes, failed
+
+
+@dataclass(frozen=True)
+class Scorecard:
+    """The recorded cells, and those that were run here in their place."""
+
+    battery: Battery
+    here: Mapping[Key, Outcome]
+    recorded: Mapping[Key, Outcome]
+    cells: Mapping[Place, Cell]
+    cannot: Mapping[Place, str]  # cells without a number → why
+    own_needs: Mapping[str, str]  # what a row of one's own has to be given
+
+    @classmethod
+    def of(
+        cls,
+        battery: Battery,
+        here: Mapping[Key, Outcome],
+        planned: Plan,
+        failed: Mapping[Place, str],
+    ) -> "Scorecard":
+        recorded = {(o.row, o.setting, o.seed): o for o in read()}
+        own_needs = {row: needs(run.cfg.method) for (row, _, _), run in planned.runs.items()}
+        found = cells([*({**recorded, **here}).values()])
+        return cls(battery, here, recorded, found, {**planned.cannot, **failed}, own_needs)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """All, in the order of the battery."""
+        merged = {**self.recorded, **self.here}
+        settings, rows = [*self.battery.settings], [*self.battery.rows]
+
+        def place(key: Key) -> tuple[int, int, int]:
+            row, setting, seed = key
+            return settings.index(setting), rows.index(row) if row in rows else len(rows), seed
+
+        return [merged[key] for key in sorted(merged, key=place)]
+
+    def won(self, setting: str) -> bool:
+        """Whether a trivial rule holds in it."""
+        found = [self.cells.get((row, setting)) for row in TRIVIAL]
+        return any(cell is not None and cell.verdict == "holds" for cell in found)
+
+    # ── as text
+
+    def text(self, settings: Sequence[str], rows: Sequence[str]) -> str:
+        """The table of marks and two numbers, and what each row needs and costs."""
+        width = max(map(len, rows))
+        above: list[str] = [" " * width]
+        below = above.copy()
+        for setting in settings:
+            first, second = HEADS.get(setting, ("", setting))
+            above.append(f"{first:>7}")
+            below.append(f"{second + '*' * self.won(setting):>7}")
+        lines = [" ".join(above).rstrip(), " ".join(below)]
+        for row in rows:
+            words = [f"{self.short((row, setting)):>7}" for setting in settings]
+            lines.append(" ".join([f"{row:<{width}}", *words]).rstrip())
+        lines += ["", f"{'':<{width}} seconds ÷ none's   needs"]
+        for row in rows:
+            lines.append(f"{row:<{width}} {self.cost(row):>16}   {self.needs(row)}")
+        return "\n".join(lines)
+
+    def short(self, place: Place) -> str:
+        """A cell as `80/3×`."""
+        found = self.cells.get(place)
+        if found is None:
+            return "– " if place in self.cannot else "· "
+        return f"{points(found.hack.value, 0)}/{points(found.solve.value, 0)}{MARKS[found.verdict]}"
+
+    def cost(self, row: str) -> str:
+        ratio = cost(row, self.outcomes)
+        return "·" if ratio is None else f"{ratio:.2f}"
+
+    def needs(self, row: str) -> str:
+        return self.battery.needs.get(row) or self.own_needs.get(row, "")
+
+    def notes(self, settings: Sequence[str]) -> list[str]:
+        """What the table's marks mean, and what is not in it."""
+        lines = ["", LEGEND]
+        seeds = {len(cell.outcomes) for (_, s), cell in self.cells.items() if s in settings}
+        if seeds != {len(self.battery.seeds)}:
+            fewer = f"{min(seeds)} to {max(seeds)}" if len(seeds) > 1 else f"{min(seeds)}"
+            lines.append(f"Cells have {fewer} seeds; below five all are undecided.")
+        same = {key: o for key, o in self.here.items() if key in self.recorded}
+        if same:
+            as_recorded = [o for key, o in same.items() if digits(o) == digits(self.recorded[key])]
+            lines.append(
+                f"{len(as_recorded)} of {len(same)} recorded runs came out here to the digit "
+                f"({', '.join(dict.fromkeys(f'{row} in {s}' for row, s, _ in same))})."
+            )
+        for (row, setting), why in self.cannot.items():
+            lines.append(f"{row} in {setting}: {one_line(why, 300)}")
+        return lines
+
+    # ── as a page
+
+    def page(self, out: Path, settings: Sequence[str], rows: Sequence[str]) -> Path:
+        """Write a folder with the table, with intervals, and a report on each cell that was run here."""
+        environment = Environment(
+            loader=PackageLoader("vgrout.scorecard", ""), autoescape=True, trim_blocks=True
+        )
+        html = environment.get_template("page.html").render(
+            board=self,
+            rows=rows,
+            settings=settings,
+            links=self._reports(out),
+            interval=interval,
+            legend=LEGEND,
+        )
+        write_atomic(out / "scorecard.html", html)
+        return out / "scorecard.html"
+
+    def _reports(self, out: Path) -> dict[Place, str]:
+        """Write a report on each cell's runs. Returns where it is, from the page."""
+        runs: dict[Place, list[Path]] = {}
+        for (row, setting, _), outcome in self.here.items():
+            runs.setdefault((row, setting), []).append(RUNS / outcome.run)
+        links: dict[Place, str] = {}
+        for number, (place, sources) in enumerate(runs.items()):
+            loaded, left_out = load.load(sources)
+            found = load.conditions(loaded)
+            packed = rollouts.pack(found, 50_000)
+            shown = [tables.methods(found), tables.by_flaw(found), tables.monitors(found)]
+            shown = [table for table in shown if table.rows]
+            page.write(out / f"cell{number}", found, sources, shown, left_out, packed)
+            links[place] = f"cell{number}/report.html"
+        return links
+
+
+def digits(outcome: Outcome) -> tuple[float, float]:
+    return round(outcome.hack, 5), round(outcome.solve, 5)
+
+
+def points(share: float | None, decimals: int = 1) -> str:
+    return "·" if share is None else f"{100 * share:.{decimals}f}"
+
+
+def interval(estimate: Estimate) -> str:
+    """A mean with its interval, in points."""
+    if estimate.low is None:
+        return points(estimate.value)
+    return f"{points(estimate.value)} [{points(estimate.low)}, {points(estimate.high)}]"
