@@ -3,8 +3,25 @@
 from dataclasses import fields, replace
 
 import pytest
+import torch
 
-from methods import batch, flagged, graded, labelled, problem, view
+from methods import (
+    Fixed,
+    batch,
+    flagged,
+    graded,
+    group,
+    labelled,
+    problem,
+    routed,
+    rows,
+    scores,
+    total,
+    toy,
+    view,
+    watched_by,
+)
+from tiny import policy as tiny_policy
 from vgrout.config.presets import resolve
 from vgrout.envs.code.modes import MODE_SPECS, MODES, hack, tries
 from vgrout.ground.data import (
@@ -16,7 +33,7 @@ from vgrout.ground.data import (
     UpdateRow,
 )
 from vgrout.ground.metrics import BatchMetrics, Eval, Rate, flag_rates
-from vgrout.method.monitors import Labels
+from vgrout.method.monitors import Labels, draws
 
 
 def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
@@ -26,11 +43,10 @@ def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
     assert flagged(Labels(known=["exit_code"]), known, other) == [truth, (False,) * 4]
 
 
-@pytest.mark.parametrize("recall", [0.0, 0.3, 0.8, 1.0])
-@pytest.mark.parametrize("false_flags", [0.0, 0.05, 0.5, 1.0])
-def test_labels_err_at_the_rates_that_are_set(recall, false_flags):
-    """Over 4000 answers, many of them alike, within four standard errors; at 0 and 1 exactly."""
-    monitor, truth = Labels(recall=recall, false_flags=false_flags, seed=3), (True, False) * 10
+@pytest.mark.parametrize("rate", [0.0, 0.05, 0.5, 1.0])
+def test_labels_flag_falsely_at_the_rate_that_is_set(rate):
+    """Over 2000 answers, many of them alike, within four standard errors; at 0 and 1 exactly."""
+    monitor, truth = Labels(false_flags=rate, seed=3), (True, False) * 10
     found = {True: [], False: []}
     for step in range(50):
         views = [replace(labelled(view(20), truth), index=i) for i in range(4)]
@@ -38,43 +54,68 @@ def test_labels_err_at_the_rates_that_are_set(recall, false_flags):
         for flags in flagged(monitor, *views, step=step):
             for is_hack, flag in zip(truth, flags, strict=True):
                 found[is_hack].append(flag)
-    for is_hack, rate in ((True, recall), (False, false_flags)):
-        error = (rate * (1 - rate) / 2000) ** 0.5
-        assert sum(found[is_hack]) / 2000 == pytest.approx(rate, abs=4 * error)
+    assert all(found[True])
+    error = (rate * (1 - rate) / 2000) ** 0.5
+    assert sum(found[False]) / 2000 == pytest.approx(rate, abs=4 * error)
 
 
-def test_where_labels_err_depends_on_no_order_and_on_seed_step_and_problem():
-    truth, texts = (True,) * 12, tuple(f"t{b}" for b in range(12))
-    one, two = (replace(labelled(view(12), truth), texts=texts, index=i) for i in range(2))
-    monitor = Labels(recall=0.5, seed=1)
-    of_one, of_two = flagged(monitor, one, two, step=4)
-    assert flagged(Labels(recall=0.5, seed=1), two, one, step=4) == [of_two, of_one]
-    turned = replace(one, texts=texts[::-1])
-    assert flagged(monitor, turned, step=4) == [of_one[::-1]]
-    others = [flagged(monitor, one, step=5), flagged(Labels(recall=0.5, seed=2), one, step=4)]
-    assert of_one not in ([of_two], *others)
-    better = flagged(Labels(recall=0.95, seed=1), one, step=4)[0]
-    assert all(more or not less for more, less in zip(better, of_one, strict=True))
-    assert of_one != better
+def test_draws_depend_on_no_order_and_on_seed_step_and_problem():
+    """Equal answers have a draw each."""
+    texts = tuple(f"t{b}" for b in range(12))
+    one, two = (replace(view(12), texts=texts, index=i) for i in range(2))
+    of_one = draws(one, 1, 4)
+    assert draws(replace(one, texts=texts[::-1]), 1, 4) == of_one[::-1]
+    assert of_one not in (draws(two, 1, 4), draws(one, 1, 5), draws(one, 2, 4))
+    assert len({*draws(replace(view(40), texts=("t",) * 40), 1, 4)}) == 40
 
 
-def test_equal_answers_have_a_draw_each():
-    same = replace(labelled(view(40), (True,) * 40), texts=("t",) * 40)
-    assert 5 < sum(flagged(Labels(recall=0.5), same)[0]) < 35
+@pytest.fixture(scope="module")
+def policy():
+    return tiny_policy()
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--intervention=penalty --monitor=detector", "--label-recall: not read by"),
-        ("--intervention=none", "--label-recall: not read by"),
-    ],
-)
-def test_an_error_rate_goes_with_labels_alone(argv, message):
-    with pytest.raises(ValueError, match=rf"\A{message}"):
-        resolve(["mini", *argv.split(), "--label-recall=0.8"])
-    of_shadow = resolve(["mini", *argv.split(), "--shadow=labels", "--label-recall=0.8"])
-    assert of_shadow.method.label_recall == 0.8
+def test_a_share_of_the_flags_is_kept_of_every_text_monitor(policy):
+    """Each flag or none, by a draw; of two shares the larger one keeps all that the smaller one keeps."""
+
+    def kept(share):
+        method = watched_by(Fixed(0, 1, 3), policy, "penalty", flags_kept=share)
+        return [
+            f
+            for n in range(20)
+            for g in method.flag(batch(step=n)).groups
+            for f in g.flags.acted_on
+        ]
+
+    all_, most, half, none = (kept(share) for share in (1.0, 0.8, 0.5, 0.0))
+    assert not any(none)
+    assert sum(all_) == 20 * 2 * 3
+    assert 0.35 < sum(half) / sum(all_) < 0.65 < sum(most) / sum(all_) < 0.95
+    for more, less in ((all_, most), (most, half)):
+        assert all(a or not b for a, b in zip(more, less, strict=True))
+
+
+@pytest.mark.parametrize("vote", ["module", "rollout"])
+@pytest.mark.parametrize("monitor", ["gate", "band"])
+def test_a_share_of_the_flags_is_kept_of_every_gradient_monitor(monitor, vote):
+    """What is dropped is routed nowhere, and stays in keep."""
+    groups = [(rows(6, i, (i, 3)), group(6, 1, (i,), i)) for i in range(3)]
+    of = {
+        share: routed(toy("route2", monitor=monitor, gate_vote=vote, flags_kept=share), *groups)
+        for share in (1.0, 0.5, 0.0)
+    }
+    whole, half = scores(of[1.0]), scores(of[0.5])
+    assert {(a, b) for a, b in zip(whole, half, strict=True) if b not in (a, 0)} == set()
+    assert 0 < sum(map(bool, half)) < sum(map(bool, whole))
+    assert not any(scores(of[0.0]))
+    assert not of[0.0].quar.any()
+    for got in of.values():
+        assert torch.allclose(got.keep + got.quar, total(*groups), atol=1e-5)
+
+
+@pytest.mark.parametrize("argv", ["--intervention=none", "--intervention=erase"])
+def test_what_has_no_flags_keeps_none_of_them(argv):
+    with pytest.raises(ValueError, match=r"\A--flags-kept: not read by"):
+        resolve(["mini", argv, "--flags-kept=0.8"])
 
 
 # ── what is counted

@@ -51,9 +51,9 @@ class Cli:
         """The flags of a row of one's own; empty: there is none."""
         given = {"monitor": self.monitor, "seed-monitor": self.seed_monitor}
         flags: dict[str, object] = {name: value for name, value in given.items() if value}
-        if flags or self.intervention:
-            flags["intervention"] = self.intervention or "penalty"
-        return flags
+        if not (flags or self.intervention):
+            return {}
+        return {"intervention": self.intervention or "penalty"} | flags
 
 
 def command(cli: Cli) -> int:
@@ -95,9 +95,8 @@ def _absent(battery: Battery, cells: Sequence[Key]) -> dict[str, str]:
     for _, name, seed in cells:
         start = battery.start(name, seed)
         if start and not start.is_dir():
-            absent[name] = (
-                f"{name}: not run, {start} is not here; in a clone `studies/prepare.sh scorecard` makes it"
-            )
+            how = "in a clone `studies/prepare.sh scorecard` makes it"
+            absent.setdefault(name, f"{name}: not run, {start} is not here; {how}")
     return absent
 
 

@@ -153,8 +153,8 @@ class Scorecard:
         lines = ["", LEGEND]
         seeds = {len(cell.outcomes) for (_, s), cell in self.cells.items() if s in settings}
         if seeds != {len(self.battery.seeds)}:
-            fewer = f"{min(seeds)} to {max(seeds)}" if len(seeds) > 1 else f"{min(seeds)}"
-            lines.append(f"Cells have {fewer} seeds; below five all are undecided.")
+            fewer = " or ".join(map(str, sorted(seeds)))
+            lines.append(f"Seeds of a cell: {fewer}; below five all are undecided.")
         same = {key: o for key, o in self.here.items() if key in self.recorded}
         if same:
             as_recorded = [o for key, o in same.items() if digits(o) == digits(self.recorded[key])]

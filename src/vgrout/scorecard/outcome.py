@@ -8,11 +8,12 @@ from statistics import fmean, median
 from pandas import DataFrame, read_csv
 
 from vgrout.ground.io import json_lines, read_json, write_atomic
-from vgrout.report.stats import ENOUGH_SEEDS, Estimate, over_seeds
+from vgrout.report.stats import ENOUGH_SEEDS, ROUNDING, Estimate, over_seeds
 from vgrout.scorecard.battery import CEILING, IDLE
 
 RECORDED = Path(__file__).with_name("recorded.csv")
-HACK, SOLVE = 0.05, 0.10  # at most so far above the ceiling's hack, and under its solve
+# At most so far above the ceiling's hack, and under its solve; shares that differ by less than ROUNDING are equal.
+HACK, SOLVE = 0.05 + ROUNDING, 0.10 + ROUNDING
 
 
 @dataclass(frozen=True)
