@@ -13,6 +13,7 @@ import pytest
 
 from vgrout.config.cli import TRAIN, same, translated
 from vgrout.config.presets import flag_names, resolve
+from vgrout.config.run import from_dict
 from vgrout.envs.code.modes import PLAIN_PHRASE
 from vgrout.ground.embedded import DATA_DIR
 from vgrout.ground.io import Refused, command, require_own
@@ -321,3 +322,11 @@ def test_a_folder_in_which_a_program_was_killed_is_its_own(tmp_path):
     (tmp_path / ".env").touch()
     with pytest.raises(ValueError, match=r"it holds \.env; name another folder"):
         require_own(tmp_path, "--out", "plan.json", "folder of rounds")
+
+
+def test_a_run_of_an_earlier_version_is_read_by_a_settings_new_name():
+    argv = ["mini", "--intervention=penalty", "--monitor=labels", "--flags-kept=0.5"]
+    new = resolve(argv).as_dict()
+    old = json.loads(json.dumps(new).replace("flags_kept", "label_recall"))
+    assert old != new
+    assert from_dict(old).as_dict() == new
