@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from examples.rivals.strict_tests import StrictTests, strict_tests
 from studies.judge_look_alike import of_run, verdict
-from studies.look_alike import LabelsOfNumbers, StrictTests, kind, strict_tests
+from studies.look_alike import LabelsOfNumbers, kind
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import OracleView

@@ -96,7 +96,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         clock.reset()
         if cfg.own_code:
             seed_global_streams(cfg.run.seed, step)
-        problems = splits.draw(cfg.run.seed, step, cfg.scale.prompts_per_step)
+        problems = method.prompted(splits.draw(cfg.run.seed, step, cfg.scale.prompts_per_step))
         demos = [demonstrations.demos(problem, step) for problem in problems]
         batch = rollout(
             policy,

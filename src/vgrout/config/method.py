@@ -419,7 +419,13 @@ class MethodConfig:
     @property
     def has_direction(self) -> bool:
         """Whether the intervention or its monitor has a direction in gradients."""
-        return self.spec.has_direction or self.flags_by_gradient
+        of_monitor = self.flags_by_gradient and "vhack_pairs_path" in self.monitor_spec.settings
+        return self.spec.has_direction or of_monitor
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether it reads contrastive pairs, for a direction or otherwise."""
+        return "vhack_pairs_path" in self.settings_read
 
     @property
     def haar(self) -> bool:

@@ -253,7 +253,10 @@ class Kind:
 
 
 INTERVENTION = Kind(
-    "Intervention", INTERVENTIONS, InterventionSpec, decides=("route", "advantages", "reward")
+    "Intervention",
+    INTERVENTIONS,
+    InterventionSpec,
+    decides=("route", "advantages", "reward", "prompt"),
 )
 MONITOR = Kind("Monitor", MONITORS, MonitorSpec, decides=("flag", "flag_gradients"))
 # Settings that name classes.
@@ -304,7 +307,7 @@ def register(kind: Kind, own: Any, name: str = "", flag: str = "") -> None:
             decides.append(method)
     refuse(not decides, f"{own.__name__}: has no {' or '.join(kind.decides)} of its own")
     if kind is INTERVENTION and facts["acts_on"] == "nothing":
-        facts["acts_on"] = "rewards" if decides == ["reward"] else "gradient"
+        facts["acts_on"] = "rewards" if {*decides} - {"prompt"} == {"reward"} else "gradient"
     refuse(
         "reward" in decides and facts["acts_on"] != "rewards",
         f'{own.__name__}.reward: is called only with acts_on = "rewards"',

@@ -366,6 +366,7 @@ class Group:
             "unbiased": self.unbiased,
             "index": self.index,
             "thoughts": tuple(rollout.thought for rollout in self.rollouts),
+            "scores": self.flags.scores if self.flags else (),
         }
         if labels:
             return OracleView(**seen, hacks=tuple(hacks), flaws=self.problem.flaws)
@@ -379,7 +380,7 @@ class UpdateRow:
     rollout: Rollout
     group: int = 0  # which of the step's prompts
     advantage: float = 0.0
-    flagged: bool = False  # by a text monitor
+    flagged: bool | None = False  # by a text monitor; None: it gave no verdict
     known_hack: bool = False  # for gradient monitors: a demonstration, or `suspected`
     # index of the row of g [N, R] that its gradient is added to: its own row, or one that it shares
     # with rollouts that are learnt alike
@@ -447,6 +448,8 @@ class GroupView:
     unbiased: bool = True
     index: int = 0  # which of the step's prompts
     thoughts: tuple[Thought, ...] = ()  # before the answers, `texts`
+    # for interventions: the monitor's; None: it did not score that answer; (): it has no scores
+    scores: tuple[float | None, ...] = ()
 
     def __len__(self) -> int:
         return len(self.sources)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS, InterventionSpec, MonitorSpec
-from vgrout.ground.data import Flags, GroupView, Refresh
+from vgrout.ground.data import Flags, GroupView, Message, Refresh
 
 if TYPE_CHECKING:  # torch: a class of one's own is imported for the plan too
     from torch import Tensor
@@ -105,8 +105,12 @@ class Intervention(Part):
         """The intervention of a run. Raises Refused, one line, for files that do not fit this model."""
         return cls(setup.spans, setup.cfg)
 
+    def prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The prompt under which training samples and learns, demonstrations too; evaluations have the task's own."""
+        return messages
+
     def reward(self, view: GroupView, flagged: Sequence[bool]) -> Rewards:
-        """The rewards that a group's advantages are computed from, if the monitor looked at it; here the grader's."""
+        """The rewards that a group's advantages are computed from; here the grader's."""
         return view.rewards
 
     def advantages(

@@ -8,6 +8,7 @@ nonzero  [M, N]  where a rollout has a gradient; elsewhere it has no cosine, and
 known    [N]     known hacks
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -160,30 +161,16 @@ class BandGate:
 
 
 class GradientMonitor(Monitor):
-    """Base of gate and band: flags by each rollout's gradient and a direction v, which has one row in each module."""
+    """Base of monitors that decide after the backward. Only interventions with a `route` can use them."""
 
-    # where a rollout is decided about as a whole: by the majority of its modules; False: to their mean share
-    majority = True
-    threshold: TauGate | BandGate
+    reads = "gradients"
 
-    def __init__(self, cfg: Config, direction: LiveDirection) -> None:
+    def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
-        self._direction = direction
-
-    @property
-    def direction(self) -> LiveDirection:
-        return self._direction
 
     @classmethod
     def make(cls, setup: Setup) -> "GradientMonitor":
-        signed = cls.spec.signs_random
-        direction = LiveDirection.make(
-            setup,
-            mean_axis,
-            keeps_modules=True,
-            signed=signed,
-        )
-        return cls(setup.cfg, direction)
+        return cls(setup.cfg)
 
     def known_hacks(self, view: GroupView) -> list[bool]:
         """What is known of a group before any gradient: demonstrations, and students that the weak detector flags
@@ -197,8 +184,38 @@ class GradientMonitor(Monitor):
                 known.append(detected and students_too)
         return known
 
+    @abstractmethod
     def flag_gradients(self, step: StepGradient, number: int) -> GradientFlags:
         """Return what is flagged of a step in which each rollout has a row of its own. number: of the step."""
+
+
+class DirectionMonitor(GradientMonitor):
+    """Base of gate and band: flags by each rollout's gradient and a direction v, which has one row in each module."""
+
+    # where a rollout is decided about as a whole: by the majority of its modules; False: to their mean share
+    majority = True
+    threshold: TauGate | BandGate
+
+    def __init__(self, cfg: Config, direction: LiveDirection) -> None:
+        super().__init__(cfg)
+        self._direction = direction
+
+    @property
+    def direction(self) -> LiveDirection:
+        return self._direction
+
+    @classmethod
+    def make(cls, setup: Setup) -> "DirectionMonitor":
+        signed = cls.spec.signs_random
+        direction = LiveDirection.make(
+            setup,
+            mean_axis,
+            keeps_modules=True,
+            signed=signed,
+        )
+        return cls(setup.cfg, direction)
+
+    def flag_gradients(self, step: StepGradient, number: int) -> GradientFlags:
         cos, nonzero = self._cosines(step)
         is_known = [row.known_hack for row in step.first_rows]
         known = torch.tensor(is_known, device=step.g.device)
@@ -283,7 +300,7 @@ class GradientMonitor(Monitor):
         self.threshold.load_state_dict(under(state, "gate/"))
 
 
-class Gate(GradientMonitor):
+class Gate(DirectionMonitor):
     """τ gate: flags known hacks whatever their gradient, the others above a threshold (`TauGate`)."""
 
     spec = MONITORS["gate"]
@@ -304,7 +321,7 @@ class Gate(GradientMonitor):
         return {"tau": self.gate.tau, "hkgap": self.gate.gap, "voting": voting}
 
 
-class Band(GradientMonitor):
+class Band(DirectionMonitor):
     """Pair band: flags softly, by where the cosine lies between the pairs' sides (`BandGate`).
 
     What it flags depends on no label; `--rebaseline` sets known hacks apart, as under the gate.

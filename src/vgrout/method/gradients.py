@@ -65,7 +65,7 @@ class StepGradient:
     @cached_property
     def flagged(self) -> RowMask:
         """Whether a row is of rollouts that a text monitor flagged [N, 1]."""
-        is_flagged = [row.flagged for row in self.first_rows]
+        is_flagged = [bool(row.flagged) for row in self.first_rows]
         return self._column(is_flagged)
 
     @cached_property

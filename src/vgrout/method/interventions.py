@@ -172,9 +172,10 @@ class Route2(Intervention):
         norms = module_norms(g, self.spans).sum(0)
         assert_conserved(step.total, keep, quar, norms, self.spans)
         if step.direction is None:
-            flagged = sum(row.flagged for row in step.rows)
-            share = flagged / len(step.rows)
-            return Routed(keep, quar, {"routed": share})
+            if step.flags is not None:
+                return Routed(keep, quar, step.flags.measured)
+            flagged = sum(bool(row.flagged) for row in step.rows)
+            return Routed(keep, quar, {"routed": flagged / len(step.rows)})
         V = step.direction.V
         of_students = (kept * ~step.teacher).sum(0)
         of_teachers = (kept * step.teacher).sum(0)

@@ -18,7 +18,7 @@ from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of
 from vgrout.direction.controls import Provenance
 from vgrout.ground import ranks
-from vgrout.ground.data import Batch, Flags, Group, GroupView, Refresh, UpdateRow
+from vgrout.ground.data import Batch, Flags, Group, GroupView, Refresh, Task, UpdateRow
 from vgrout.ground.rng import torch_stream
 from vgrout.ground.tensor_types import Routed
 from vgrout.method.base import Intervention, Monitor, Part, under
@@ -97,6 +97,15 @@ class Method:
             return None
         return self.direction.provenance
 
+    def prompted(self, problems: Sequence[Task]) -> list[Task]:
+        """The problems with the prompts under which they are trained on."""
+        found: list[Any] = []
+        for problem in problems:
+            messages = tuple(self.intervention.prompt(problem.messages))
+            task: Any = problem  # a frozen dataclass
+            found.append(replace(task, messages=messages))
+        return found
+
     def flag(self, batch: Batch) -> Batch:
         """Let text monitors flag, and make the table of rows that are learnt from.
 
@@ -168,7 +177,7 @@ class Method:
             rows=[replace(rows[n], row_of_g=place) for place, n in enumerate(asked)],
         )
         found = monitor.flag_gradients(seen, batch.step)
-        M = len(monitor.direction.V)  # modules that have a direction
+        M = len(step.direction.V) if step.direction else 1  # modules that have a direction
         assert found.share.shape in ((len(asked), M), (len(asked), 1)), found.share.shape
         kept: list[bool] = []  # of each row asked about: a rollout of these groups, in their order
         for group in batch.with_signal:
@@ -270,8 +279,8 @@ class Method:
         return [draw < share for draw in draws(group.view(), self.cfg.run.seed, step)]
 
     def _with_new_rewards(self, group: Group) -> Group:
-        assert group.flags is not None, 'acts_on = "rewards" needs reads_flags = True'
-        new_rewards = self.intervention.reward(group.view(), group.flags.acted_on)
+        flagged = group.flags.acted_on if group.flags else (False,) * len(group)
+        new_rewards = self.intervention.reward(group.view(), flagged)
         return replace(group, new_rewards=tuple(new_rewards))
 
     def _shadowed(self, groups: Sequence[Group], step: int) -> tuple[Group, ...]:
@@ -306,7 +315,7 @@ class Method:
             known, flagged = self._known_and_flagged(group)
             # route2 compares the others among themselves. A gradient monitor has flagged nothing yet,
             # a text monitor knows nothing beforehand
-            set_apart = flagged
+            set_apart = [bool(flag) for flag in flagged]
             if reads_gradients:
                 kept = self._kept(group, step)
                 set_apart = [a and b for a, b in zip(known, kept, strict=True)]
@@ -332,7 +341,7 @@ class Method:
                 rows.append(row)
         return rows
 
-    def _known_and_flagged(self, group: Group) -> tuple[Sequence[bool], Sequence[bool]]:
+    def _known_and_flagged(self, group: Group) -> tuple[Sequence[bool], Sequence[bool | None]]:
         """Which rollouts a gradient monitor knows to hack, and which a text monitor has flagged."""
         nothing = (False,) * len(group)
         if isinstance(self.monitor, GradientMonitor):
@@ -340,7 +349,7 @@ class Method:
             return self.monitor.known_hacks(view), nothing
         if group.flags is None:
             return nothing, nothing
-        return nothing, group.flags.acted_on
+        return nothing, group.flags.flagged
 
     def _placed(self, routed: Routed) -> Routed:
         """Where the quarantine has modules of its own, let δS_hack learn in these alone, and δS in the others alone.

@@ -6,6 +6,7 @@ after the run.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,7 +29,7 @@ def latents(
     The mean is over the positions that predict the answer's tokens; fp32 on the CPU, in the order
     given.
     """
-    states = _of_base(policy, prompts, completions)
+    states = _states(policy, prompts, completions)
     return torch.stack([of_answer.float().mean(0) for of_answer in states])
 
 
@@ -37,27 +38,31 @@ def token_states(
     prompts: Sequence[tuple[int, ...]],
     completions: Sequence[tuple[int, ...]],
     layer: int,
+    *,
+    base: bool = True,
 ) -> list[Float[Tensor, "T D"]]:
-    """The base model's state at every completion token, after `layer` blocks (from 1).
+    """The base model's state at every completion token, after `layer` blocks (from 1). base=False: the present one's.
 
     fp64 on the CPU. The blocks above are not run: reading early costs that share of a forward.
     """
     # States are read where they predict a token, the first one at the prompt's last token. One more
     # token, which nothing is read at, moves them to the completion's own tokens.
     longer = [(*completion, policy.pad_id) for completion in completions]
-    return [states[1:].double() for states in _of_base(policy, prompts, longer, layer)]
+    return [states[1:].double() for states in _states(policy, prompts, longer, layer, base=base)]
 
 
 @torch.no_grad()
-def _of_base(
+def _states(
     policy: Policy,
     prompts: Sequence[tuple[int, ...]],
     completions: Sequence[tuple[int, ...]],
     layer: int | None = None,
+    *,
+    base: bool = True,
 ) -> list[Float[Tensor, "T D"]]:
-    """Each answer's hidden states under the base model, on the CPU, as `completion_hidden`."""
+    """Each answer's hidden states, on the CPU, as `completion_hidden`."""
     out: dict[int, Tensor] = {}
-    with policy.adapter.reference():
+    with policy.adapter.reference() if base else nullcontext():
         for part, batch in policy.batches(prompts, completions):
             states = completion_hidden(policy.model, batch, layer).cpu()
             lengths = [len(completions[i]) for i in part]

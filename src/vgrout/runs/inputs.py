@@ -192,10 +192,10 @@ def check_rewards(cfg: Config, pool: Pool) -> None:
 def read_pairs(
     cfg: Config, absent: list[str], environment: Environment
 ) -> tuple[PairSet | None, PairSet | None]:
-    """The pairs of the direction, and those of a placebo control. None: the method has no such pairs."""
+    """The pairs that the method reads, and those of a placebo control. None: it has no such pairs."""
     pairs = placebo = None
     flaws = tuple(environment.flaws)  # a folder of pairs has a file for each
-    if cfg.method.has_direction:
+    if cfg.method.reads_pairs:
         path = cfg.method.vhack_pairs_path or environment.pairs_path
         if path:
             of_pool = cfg.method.vhack_pairs_path is None and not environment.of_organisms
