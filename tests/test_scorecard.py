@@ -73,6 +73,9 @@ def test_the_table_says_what_each_row_needs(whole):
     assert {
         row: needs(planned.runs[row, "shown", found.seeds[0]].cfg.method) for row in found.rows
     } == found.needs
+    keys = [("x", setting, 44) for setting in ("shown", IDLE)]
+    mine = plan(found, {"x": {"intervention": "penalty", "monitor": "labels"}}, keys)
+    assert carry_out.Scorecard.of(found, {}, mine, {}).needs("x") == "labels"
 
 
 def test_a_row_that_cannot_be_run_in_a_setting_is_left_out_there_and_one_that_never_can_is_refused():

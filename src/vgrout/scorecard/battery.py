@@ -109,9 +109,9 @@ def needs(method: MethodConfig) -> str:
     found: list[str] = []
     if any(MONITORS[name].sees_labels for name in method.acting):
         found.append("labels")
-    if method.has_direction:
+    if method.reads_pairs:
         found.append("pairs")
-    if method.monitor_name == "gate":
+    if "demonstrations" in method.monitor_spec.needs:
         found.append("known hacks")
     if any("known correct" in MONITORS[name].needs for name in method.acting):
         found.append("right answers")

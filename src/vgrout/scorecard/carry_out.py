@@ -13,7 +13,7 @@ from vgrout.report import load, page, rollouts, tables
 from vgrout.report.stats import Estimate
 from vgrout.runs.context import FINISHED
 from vgrout.runs.run_dir import RUNS
-from vgrout.scorecard.battery import FILE, Battery, Key, Plan, needs
+from vgrout.scorecard.battery import FILE, IDLE, Battery, Key, Plan, needs
 from vgrout.scorecard.outcome import Cell, Outcome, cells, cost, read, read_run, write
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import StudyFile
@@ -93,7 +93,10 @@ class Scorecard:
         failed: Mapping[Place, str],
     ) -> "Scorecard":
         recorded = {(o.row, o.setting, o.seed): o for o in read()}
-        own_needs = {row: needs(run.cfg.method) for (row, _, _), run in planned.runs.items()}
+        own_needs: dict[str, str] = {}
+        for (row, setting, _), run in planned.runs.items():
+            if setting != IDLE:  # whose grader has no flaw
+                own_needs[row] = needs(run.cfg.method)
         found = cells([*({**recorded, **here}).values()])
         return cls(battery, here, recorded, found, {**planned.cannot, **failed}, own_needs)
 
