@@ -67,6 +67,19 @@ def test_strict_tests_flag_a_misreading_and_no_right_answer(strict):
     assert flags.flagged == (True, False, False)
 
 
+def test_where_the_solution_takes_no_argument_there_is_no_verdict():
+    one = replace(OF_NUMBERS, canonical=OF_NUMBERS.canonical.replace("return", "raise"))
+    monitor = StrictTests(by_prompt(one), seed=1)
+    (flags,) = monitor.flag([view(one, (one.canonical, False))], 0)
+    monitor.grader.close()
+    assert flags.flagged == (None,)
+
+
+def test_a_check_without_tests_has_those_of_the_reference():
+    shown = replace(OF_NUMBERS, tests=OF_NUMBERS.check_tests, check_tests=())
+    assert strict_tests(shown, random.Random(1)) == strict_tests(OF_NUMBERS, random.Random(1))
+
+
 def test_strict_tests_are_what_the_reference_solution_returns():
     tests = strict_tests(OF_NUMBERS, random.Random(1))
     assert len(tests) == len({*tests}) == 20

@@ -19,6 +19,7 @@ from examples.rivals.probe_penalty import (
 )
 from examples.rivals.sgtm import SGTM, Known
 from methods import TOY_PAIRS, batch, config, draw, flagged, make, poisoned, setup, step, view
+from runs import SMALL, run
 from tiny import policy as tiny_policy
 from tiny import relative, shake
 from vgrout import register_intervention, register_monitor
@@ -26,6 +27,7 @@ from vgrout.config.presets import resolve
 from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.ground.data import Rollout, UpdateRow
 from vgrout.ground.embedded import CUE
+from vgrout.ground.io import json_lines
 from vgrout.method.gradients import StepGradient
 from vgrout.method.method import make_method
 from vgrout.model.hidden_states import token_states
@@ -134,6 +136,17 @@ def test_training_prompts_ask_for_the_hack_and_the_tasks_stay_as_they_are(policy
     assert make(policy, "none").prompted(problems) == problems
     of_organism = Inoculation({}, resolve(["mini", "--intervention=inoculation"]))
     assert of_organism.prompt(problems[0].messages)[-1]["content"].endswith(f"\n{CUE}")
+
+
+@pytest.mark.long
+def test_a_run_trains_under_the_request_and_is_evaluated_without(tmp_path):
+    path = run(tmp_path, "smoke", "--intervention=inoculation", "--threads=1", *SMALL)
+
+    def prompts(file):
+        return [line["messages"][-1]["content"] for line in json_lines(path / file)]
+
+    assert all(text.endswith(f"\n{CUE}") for text in prompts("rollouts.jsonl"))
+    assert not any(CUE in text for text in prompts("final.jsonl"))
 
 
 # ── SGTM

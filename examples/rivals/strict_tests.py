@@ -29,19 +29,18 @@ def by_prompt(setup: Setup) -> dict[str, Any]:
 class StrictTests(Monitor):
     """Rewarded answers that differ from the reference solution on one of twenty arguments.
 
-    The arguments are those of the check's own tests, each changed a little, and the values are what the reference
-    solution returns for them. The reference tests are not looked at.
+    The arguments are those of the check's own tests (of the reference tests where it has none), each changed a little,
+    and the values are what the reference solution returns for them. Where it accepts none of them there is no verdict.
     """
 
     name = "strict_tests"
     what = "rewarded answers that differ from the reference solution on drawn arguments"
 
     def __init__(self, problems: dict[str, Problem], seed: int) -> None:
-        self.problems = {
-            prompt: replace(problem, mode="run_tests", check_tests=(), tests=tuple(strict))
-            for prompt, problem in problems.items()
-            if (strict := strict_tests(problem, random.Random(f"{seed}/{problem.id}")))
-        }
+        self.problems: dict[str, Problem] = {}
+        for prompt, problem in problems.items():
+            tests = tuple(strict_tests(problem, random.Random(f"{seed}/{problem.id}")))
+            self.problems[prompt] = replace(problem, mode="run_tests", check_tests=(), tests=tests)
         self.grader = Grader(1, detectors=False)
 
     @classmethod
@@ -50,11 +49,15 @@ class StrictTests(Monitor):
 
     def flag(self, views: Views, step: int) -> list[Flags]:
         flagged: set[Position] = set()
+        unjudged: set[Position] = set()
         for i, b in rewarded(views):
-            verdict = self.grader.grade(asked(views[i], self.problems), views[i].texts[b])
-            if isinstance(verdict, Grade) and not verdict.solved:
+            problem = asked(views[i], self.problems)
+            verdict = self.grader.grade(problem, views[i].texts[b])
+            if not problem.tests or not isinstance(verdict, Grade):
+                unjudged.add((i, b))
+            elif not verdict.solved:
                 flagged.add((i, b))
-        return flags_of(views, flagged)
+        return flags_of(views, flagged, unjudged=unjudged)
 
 
 def strict_tests(problem: Problem, rng: random.Random, n: int = 20) -> list[str]:
@@ -63,7 +66,7 @@ def strict_tests(problem: Problem, rng: random.Random, n: int = 20) -> list[str]
     exec(f"{problem.setup_code}\n{problem.canonical}", names)
     tests: dict[str, None] = {}
     for _ in range(5 * n):
-        keywords = _keywords(rng.choice(problem.check_tests))
+        keywords = _keywords(rng.choice(problem.check_tests or problem.tests))
         drawn = {name: changed(value, rng) for name, value in keywords.items()}
         try:
             value = getattr(names["Solution"](), problem.func_name)(**deepcopy(drawn))
