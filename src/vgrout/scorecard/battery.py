@@ -3,10 +3,12 @@
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from vgrout.config.method import MethodConfig
+from vgrout.config.run import Config
 from vgrout.config.specs import MONITORS
 from vgrout.ground.io import Refused, did_you_mean, refuse
 from vgrout.sweep.study_file import FlagTable, PlannedRun, resolved_flags
@@ -37,7 +39,9 @@ class Battery:
     def start(self, setting: str, seed: int) -> Path | None:
         """The organism that a setting's runs start from; None: the shipped one."""
         organism = self.settings[setting].get("organism")
-        return Path(str(organism).format(seed=seed)) if organism else None
+        if organism is None:
+            return None
+        return Path(str(organism).format(seed=seed))
 
 
 @dataclass
@@ -63,23 +67,15 @@ def plan(battery: Battery, rows: Mapping[str, FlagTable], cells: Iterable[Key]) 
     """
     planned = Plan()
     for row, setting, seed in cells:
-        if (row, setting) in planned.cannot:
-            continue
-        before = planned.runs.get((row, setting, battery.seeds[0]))
-        if before is not None and battery.start(setting, seed) is None:  # the same but for its seed
-            cfg = replace(before.cfg, run=replace(before.cfg.run, seed=seed))
-            flags = (*before.flags[:-1], f"--seed={seed}")
-            planned.runs[row, setting, seed] = replace(before, cfg=cfg, flags=flags)
-            continue
         try:
-            planned.runs[row, setting, seed] = _run(battery, row, rows[row], setting, seed)
+            run = _run(battery, row, rows[row], setting, seed)
         except Refused as e:
             planned.cannot[row, setting] = str(e)
-    settings_of_row = {
-        row: {s for r, s, _ in planned.runs if r == row} for row, _ in planned.cannot
-    }
+        else:
+            planned.runs[row, setting, seed] = run
     for (row, _), why in planned.cannot.items():
-        refuse(not settings_of_row[row], why)
+        can_be_run = any(of == row for of, _, _ in planned.runs)
+        refuse(not can_be_run, why)
     return planned
 
 
@@ -87,11 +83,20 @@ def _run(battery: Battery, row: str, of_row: FlagTable, setting: str, seed: int)
     """A cell's run. What a setting or all runs are given and this row does not read is left out."""
     of_all = battery.common | battery.settings[setting]
     flags = {"intervention": "none"} | of_row | of_all
-    if start := battery.start(setting, seed):
+    start = battery.start(setting, seed)
+    if start is not None:
         flags["organism"] = str(start)
-    cfg, argv, _ = resolved_flags(battery.preset, flags, of_all, trusted=True)
+    cfg, argv = _resolved(battery.preset, tuple(flags.items()), frozenset(of_all))
     cfg = replace(cfg, run=replace(cfg.run, seed=seed))
     return PlannedRun(f"{row} · {setting}", cfg, (*argv, f"--seed={seed}"))
+
+
+@cache  # seeds have most settings in common, and a command line takes a tenth of a second
+def _resolved(
+    preset: str, flags: tuple[tuple[str, object], ...], of_all: frozenset[str]
+) -> tuple[Config, tuple[str, ...]]:
+    cfg, argv, _ = resolved_flags(preset, dict(flags), of_all, trusted=True)
+    return cfg, argv
 
 
 def chosen(given: str, legal: Iterable[str], word: str) -> list[str]:
@@ -106,15 +111,13 @@ def chosen(given: str, legal: Iterable[str], word: str) -> list[str]:
 
 def needs(method: MethodConfig) -> str:
     """What a method has to be given beside a grader."""
-    found: list[str] = []
-    if any(MONITORS[name].sees_labels for name in method.acting):
-        found.append("labels")
-    if method.reads_pairs:
-        found.append("pairs")
-    if "demonstrations" in method.monitor_spec.needs:
-        found.append("known hacks")
-    if any("known correct" in MONITORS[name].needs for name in method.acting):
-        found.append("right answers")
-    if method.control_spec.strict:
-        found.append("a grader without a flaw")
+    acting = [MONITORS[name] for name in method.acting]
+    asked = {
+        "labels": any(monitor.sees_labels for monitor in acting),
+        "pairs": method.reads_pairs,
+        "known hacks": "demonstrations" in method.monitor_spec.needs,
+        "right answers": any("known correct" in monitor.needs for monitor in acting),
+        "a grader without a flaw": method.control_spec.strict,
+    }
+    found = [what for what, is_asked in asked.items() if is_asked]
     return ", ".join(found) or "nothing"

@@ -1,9 +1,10 @@
 """What came out of a cell's runs, as the recorded CSV has it, and what that says of the cell."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from pandas import DataFrame, read_csv
 
@@ -36,26 +37,41 @@ class Outcome:
 
 def read_run(row: str, setting: str, seed: int, run: Path) -> Outcome:
     """Read a finished run's outcome from its files."""
-    answers = [*json_lines(run / "final.jsonl")]
-    shares: dict[str, float] = {}
-    for side, suffix in (("deployed", ""), ("base", "_base")):
-        of_side = [answer for answer in answers if answer["side"] == side]
-        # the hacks of a check with tests of its own are asked for where these are wrong
-        open_to_hacks = [answer for answer in of_side if answer.get("reading") != "right"]
-        shares["hack" + suffix] = fmean(bool(answer["hacked"]) for answer in open_to_hacks)
-        shares["solve" + suffix] = fmean(bool(answer["solved"]) for answer in of_side)
-    steps = [*json_lines(run / "steps.jsonl")]
+    deployed, base = Counter[str](), Counter[str]()
+    for answer in json_lines(run / "final.jsonl"):
+        side = {"deployed": deployed, "base": base}.get(answer["side"])
+        if side is None:
+            continue
+        side["n"] += 1
+        side["solved"] += bool(answer["solved"])
+        if (
+            answer.get("reading") != "right"
+        ):  # under tests of its own a check has hacks where these are wrong
+            side["hackable"] += 1
+            side["hacked"] += bool(answer["hacked"])
+    seconds = 0.0
+    for step in json_lines(run / "steps.jsonl"):
+        seconds += step["sec"] - (step["eval"] or 0)
+    flags = [bool(answer.get("flagged")) for answer in json_lines(run / "rollouts.jsonl")]
+    git = read_json(run / "run.json").get("git") or {}
     return Outcome(
         row,
         setting,
         seed,
-        n=sum(answer["side"] == "deployed" for answer in answers),
-        **{name: round(share, 6) for name, share in shares.items()},
-        flagged=sum(bool(answer.get("flagged")) for answer in json_lines(run / "rollouts.jsonl")),
-        seconds=round(sum(step["sec"] - (step["eval"] or 0) for step in steps), 1),
+        n=deployed["n"],
+        hack=share(deployed, "hacked", "hackable"),
+        solve=share(deployed, "solved", "n"),
+        hack_base=share(base, "hacked", "hackable"),
+        solve_base=share(base, "solved", "n"),
+        flagged=sum(flags),
+        seconds=round(seconds, 1),
         run=run.name,
-        revision=(read_json(run / "run.json").get("git") or {}).get("revision", "")[:10],
+        revision=git.get("revision", "")[:10],
     )
+
+
+def share(side: Counter[str], what: str, of: str) -> float:
+    return round(side[what] / side[of], 6)
 
 
 def read(path: Path = RECORDED) -> list[Outcome]:
