@@ -233,7 +233,7 @@ NAMES: dict[str, dict[str, str]] = {
         "--intervention projected": "say --intervention erase",
         "--intervention routing": "say --intervention route",
         "--intervention routing2": "say --intervention route2",
-        "--intervention sgtm": "say --intervention route2 --monitor detector",
+        "--intervention sgtm": "say --intervention examples.rivals.sgtm:SGTM",
         "--reward-hack-detector separation": "it needs four different rewards; leave it out",
         "--reward-hack-detector mop": "it missed 5 of 5 hacking runs; leave it out",
         "--reward-hack-detector ragen": "it missed 5 of 5 hacking runs; leave it out",
