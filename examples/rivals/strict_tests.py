@@ -40,7 +40,9 @@ class StrictTests(Monitor):
         self.problems: dict[str, Problem] = {}
         for prompt, problem in problems.items():
             tests = tuple(strict_tests(problem, random.Random(f"{seed}/{problem.id}")))
-            self.problems[prompt] = replace(problem, mode="run_tests", check_tests=(), tests=tests)
+            self.problems[prompt] = replace(
+                problem, mode="run_tests", marker="", check_tests=(), tests=tests
+            )
         self.grader = Grader(1, detectors=False)
 
     @classmethod
