@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -134,11 +135,13 @@ def test_somebodys_own_code_shows_its_traceback_whatever_it_raises(raised, capsy
     assert any(frame.startswith(f'  File "{__file__}"') for frame in frames)
 
 
-def test_help_still_exits_by_itself():
-    names = {}
-    exec(compile("def ours():\n    raise SystemExit(0)\n", str(SLIP_FILE), "exec"), names)
-    with pytest.raises(SystemExit):
-        cli_exit(names["ours"])
+@pytest.mark.parametrize("program", ["benchmarks", "organisms", "studies.probe_mixed"])
+def test_a_program_beside_the_package_shows_its_help(program, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [program, "--help"])
+    with pytest.raises(SystemExit) as exits:
+        runpy.run_module(program, run_name="__main__")
+    assert exits.value.code == 0
+    assert capsys.readouterr().err == ""
 
 
 # ── classes and functions of somebody's own, in a run

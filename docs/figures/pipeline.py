@@ -1,4 +1,4 @@
-"""pipeline.png, README's picture: one step of training. `uv run python docs/figures/pipeline.py`"""
+"""pipeline.png, the picture of docs/method.md: one step of training. `uv run python docs/figures/pipeline.py`"""
 
 from dataclasses import dataclass
 from pathlib import Path

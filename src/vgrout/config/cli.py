@@ -37,6 +37,10 @@ from vgrout.ground.io import (
 T = TypeVar("T")
 
 
+class Helped(SystemExit):
+    """`--help` was asked for, and is printed."""
+
+
 def parse_args(
     what: Callable[..., T] | Mapping[str, Callable[..., T]],
     argv: list[str] | None,
@@ -71,7 +75,7 @@ def parsed(cli: Callable[..., T], argv: Sequence[str]) -> T:
             return cli(args=words)
     except SystemExit as e:
         if not e.code:
-            raise
+            raise Helped(0) from None
         before = e.__context__
         while before is not None and before is not outer:
             if isinstance(before, Refused) or raised_here(before):
@@ -133,7 +137,7 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     """A command's exit code, with what is to be said about how it ended.
 
     A refusal is the user's mistake: one line on stderr, 2. Ctrl-C prints `interrupted`: 130. A
-    closed pipe (`| head`) exits silently, as other programs do: 141. `--help` exits by SystemExit.
+    closed pipe (`| head`) exits silently, as other programs do: 141. `--help` exits by `Helped`.
     What the machine does not give is one line (`_machine`). Any other exception is a fault: its
     traceback on stderr, 1; so is whatever somebody's own code raises, an `exit()` in it included.
 
@@ -158,10 +162,9 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         if isinstance(e, BrokenPipeError) and _nobody_reads():
             drop_stdout()
             return 141
-        own = raised_by_own(e)
-        if isinstance(e, SystemExit) and not own:
+        if isinstance(e, Helped):
             raise
-        if not own and (said := _machine(e)):
+        if not raised_by_own(e) and (said := _machine(e)):
             line, code = said
             print(f"E {line}", file=sys.stderr)
             return code

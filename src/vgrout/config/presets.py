@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 
 from vgrout.config.checks import changed, flag, listed, refuse_unread, rule_of, summary
-from vgrout.config.cli import parsed, translated, typed
+from vgrout.config.cli import Helped, parsed, translated, typed
 from vgrout.config.run import FREE, GROUPS, Config, merge_flags
 from vgrout.config.settings import LOSSES, EnvConfig, EvalConfig, LossConfig, OptConfig, ScaleConfig
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, register
@@ -179,7 +179,7 @@ def resolve(argv: Sequence[str], *, trusted: bool = True) -> Config:
     preset = argv[0] if argv else ""
     if {"-h", "--help"} & {*argv}:
         print(short_help(preset))
-        raise SystemExit(0)
+        raise Helped(0)
     if "--help-all" in argv:
         parse(preset if preset in PRESETS else "fast", ["--help"])
     if preset not in PRESETS:
