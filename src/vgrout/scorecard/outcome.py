@@ -29,7 +29,7 @@ class Outcome:
     solve: float
     hack_base: float  # the untrained model's
     solve_base: float
-    flagged: int | None  # of the policy's own answers, in training; None: not noted
+    flagged: int | None  # of the policy's own answers, in training; None: not noted, or nothing reads flags
     seconds: float | None  # of training, without evaluations; None: not noted
     run: str
     revision: str
@@ -52,7 +52,10 @@ def read_run(row: str, setting: str, seed: int, run: Path) -> Outcome:
     seconds = 0.0
     for step in json_lines(run / "steps.jsonl"):
         seconds += step["sec"] - (step["eval"] or 0)
-    flags = [bool(answer.get("flagged")) for answer in json_lines(run / "rollouts.jsonl")]
+    flags: list[bool] = []
+    for answer in json_lines(run / "rollouts.jsonl"):
+        if "flagged" in answer:  # not where nothing reads flags
+            flags.append(bool(answer["flagged"]))
     git = read_json(run / "run.json").get("git") or {}
     return Outcome(
         row,
@@ -63,7 +66,7 @@ def read_run(row: str, setting: str, seed: int, run: Path) -> Outcome:
         solve=share(deployed, "solved", "n"),
         hack_base=share(base, "hacked", "hackable"),
         solve_base=share(base, "solved", "n"),
-        flagged=sum(flags),
+        flagged=sum(flags) if flags else None,
         seconds=round(seconds, 1),
         run=run.name,
         revision=git.get("revision", "")[:10],
