@@ -29,7 +29,9 @@ class Outcome:
     solve: float
     hack_base: float  # the untrained model's
     solve_base: float
-    flagged: int | None  # of the policy's own answers, in training; None: not noted, or nothing reads flags
+    flagged: (
+        int | None
+    )  # of the policy's own answers, in training; None: not noted, or nothing reads flags
     seconds: float | None  # of training, without evaluations; None: not noted
     run: str
     revision: str
