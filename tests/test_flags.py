@@ -197,6 +197,7 @@ HELD = {  # those that have tests of their own
     "test_llm_judge.py": "--llm-judge-max-new --llm-judge-model --llm-judge-prompt --llm-judge-timeout --llm-judge-url",
     "test_problems.py": "--marker-names",
     "test_run_dir.py": "--output-dir",
+    "test_shards.py": "--tensor-parallel",
     "test_text_env.py": "--env --reference",
     "test_thinking.py": "--llm-judge-thoughts --thinking",
     "test_tracking.py": "--track",

@@ -338,7 +338,7 @@ def from_dict(data: Json, where: str = "run.json") -> Config:
 # How a process runs, not what it computes: these settings may differ between a run and its
 # resumption.
 _PROCESS = {
-    *("dry_run", "threads", "memory_gib", "track", "columns"),
+    *("dry_run", "threads", "memory_gib", "tensor_parallel", "track", "columns"),
     *("checkpoint_every", "checkpoint_keep", "max_error_retries"),
 }
 

@@ -187,6 +187,9 @@ class RunConfig:
     memory_gib: float = setting(0.0, low=0, high=10_000)
     """Memory of the GPU that the run may fill, or of the host on a CPU, by its plan (--dry-run); 0: all that is free,
     on a CPU as much as is fast. With less, forwards have fewer tokens and sampling fewer rows."""
+    tensor_parallel: int = setting(1, low=1, high=1024)
+    """N: each N GPUs hold one model together, in place of a whole one each, under torchrun with a multiple of N
+    processes on a machine; on a CPU, processes."""
     dtype: Dtype = "auto"
     """Of the model's weights. auto: bf16 on a GPU and on a CPU that multiplies in it (AVX-512 BF16, AMX), but fp32 for
     a miniature on a CPU. A resumed run goes on in its own."""

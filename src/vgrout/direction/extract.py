@@ -249,8 +249,9 @@ def gradients(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, "n R"]
         for part, batch in bar:
             collected.announce(pieces_of(batch, part), batch.tokens)
             mean_nll(policy, batch).sum().backward()
-    grads = collected.flat.float().cpu()
-    return torch.cat(ranks.gather(lambda: grads))
+    grads = torch.zeros(len(lengths), len(adapter))
+    grads[rows] = collected.flat.cpu()
+    return ranks.total(grads)
 
 
 def tokens_per_batch(policy: Policy) -> int:

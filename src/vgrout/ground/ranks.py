@@ -9,6 +9,9 @@ Which rank does which row changes no random draw, since noise belongs to a row, 
 in rank order in fp64. So the rows of 2 ranks are those of 1, up to the rounding of matrix products
 in other batches, about 1e-6.
 
+After `share_model(n)` each n consecutive ranks hold one model together (tensor parallelism): they
+compute the same rows, each its part of every matrix.
+
 gloo carries what is on a CPU, NCCL what is on a GPU. torch is imported when the group is
 joined, not before.
 """
@@ -26,12 +29,17 @@ from loguru import logger
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 K = TypeVar("K")
 
 # Longest wait for one exchange: one rank may sample far longer than another.
 PATIENCE = timedelta(minutes=30)
+
+
+# The ranks that hold one model together with this one. None: it has a whole model.
+_sharers: "ProcessGroup | None" = None
 
 
 class RankLost(Exception):
@@ -93,10 +101,41 @@ def joined() -> Generator[None]:
         world_size=size(),
         timeout=PATIENCE,
     )
+    global _sharers
     try:
         yield
     finally:
+        _sharers = None
         torch.distributed.destroy_process_group()
+
+
+def share_model(n: int) -> None:
+    """From now on each n consecutive ranks hold one model together."""
+    global _sharers
+    if n > 1:
+        from torch import distributed
+
+        _sharers, _ = distributed.new_subgroups(n, timeout=PATIENCE)
+
+
+def shards() -> int:
+    """How many ranks hold one model together."""
+    return 1 if _sharers is None else _sharers.size()
+
+
+def shard() -> int:
+    """Which of them this rank is, from 0."""
+    return rank() % shards()
+
+
+def sum_shards(x: "Tensor") -> "Tensor":
+    """Σ of x over the ranks that hold one model together, in place; equal on them to the last bit."""
+    from torch import distributed
+
+    assert _sharers is not None
+    with _exchanging():
+        distributed.all_reduce(x, group=_sharers)
+    return x
 
 
 @contextlib.contextmanager
@@ -118,9 +157,15 @@ def _exchanging() -> Generator[None]:
 def own(costs: Sequence[int]) -> range:
     """This rank's part of len(costs) items: a range, of about the same cost on every rank.
 
-    The items are consecutive, so that rows of one prompt stay together.
+    The items are consecutive, so that rows of one prompt stay together. Ranks that hold one model
+    together have the same part.
     """
-    return _part(costs, rank(), size())
+    return _part(costs, rank() // shards(), size() // shards())
+
+
+def own_here(costs: Sequence[int]) -> range:
+    """As `own`, of work that each machine does once for itself."""
+    return _part(costs, rank() % here(), here())
 
 
 def _part(costs: Sequence[int], rank: int, size: int) -> range:

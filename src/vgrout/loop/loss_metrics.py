@@ -99,7 +99,8 @@ class Tally:
     def metrics(self) -> dict[str, float | None]:
         """The step's columns of its losses (`StepRow`), over all ranks' tokens. None: there was no such token."""
         spreads: defaultdict[str, _Spread] = defaultdict(_Spread)
-        for of_rank in ranks.gather(self._spreads):
+        # of ranks that hold one model together, all have measured the same
+        for of_rank in ranks.gather(self._spreads)[:: ranks.shards()]:
             for name, spread in of_rank.items():
                 spreads[name] += spread
         loss = spreads.pop("loss", _Spread())

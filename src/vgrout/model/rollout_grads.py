@@ -7,7 +7,7 @@ In one adapted Linear, y = W' x, the gradient of a loss on its part of δS is th
 Hooks give every adapted Linear a backward that computes these products beside ∂L/∂x, and adds those
 of each token to the *row of g* that the token was assigned to. So one backward through a batch of
 many rollouts leaves each one's gradient in a row of its own. The gradient is exact at δS = 0:
-nothing is divided by δS.
+nothing is divided by δS. Where ranks hold one model together, each one's g is a summand (`Shard`).
 
     with per_rollout_grads(adapter, N) as collected:
         collected.announce(pieces, n)  # the row of g that each token of the next batch adds to
@@ -101,15 +101,19 @@ class PerRolloutGrads:
         return _CollectingLinear.apply(y.detach(), x, self._root, self, site)
 
     def input_gradient(self, site: AdaptedLinear, dy: Tensor, dy_U: Tensor | None) -> Tensor:
-        """∂L/∂x = W'ᵀ ∂L/∂y.
+        """∂L/∂x = W'ᵀ ∂L/∂y, of all rows of W' where ranks have some each.
 
         dy_U: ∂L/∂y in U's basis, where it has been computed. From there on Vhᵀ diag(S + δ) is less
             work than W'ᵀ if d_out > d_in.
         """
         d_out, d_in = site.W.shape
         if dy_U is None or d_out <= d_in:
-            return dy @ site.linear.weight
-        return (dy_U * self._singular_values_now(dy.dtype)[site.span]) @ site.Vh
+            dx = dy @ site.linear.weight
+        else:
+            dx = (dy_U * self._singular_values_now(dy.dtype)[site.span]) @ site.Vh
+        if site.shard is not None and site.shard.dim == 0:
+            site.shard.total(dx)
+        return dx
 
     def _singular_values_now(self, dtype: torch.dtype) -> Vector:
         """S + δ of all modules, under the active vectors."""

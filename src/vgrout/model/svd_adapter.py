@@ -13,17 +13,19 @@ import hashlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
+from vgrout.ground import ranks
 from vgrout.ground.console import progress
 from vgrout.ground.io import Refused, write_atomic
 from vgrout.model.load.source import TARGETS
@@ -72,6 +74,8 @@ class AdaptedLinear:
     """One adapted Linear and its decomposition.
 
     `W`, `U` and `Vh` have the model's dtype. In bf16 the rounded U and Vh *are* the basis.
+
+    Under tensor parallelism `W`, and one of `U` and `Vh`, are this rank's part (`Shard`).
     """
 
     name: str
@@ -80,7 +84,14 @@ class AdaptedLinear:
     U: Float[Tensor, "d_out r"]
     S: Float[Tensor, " r"]
     Vh: Float[Tensor, "r d_in"]
+    signs: Float[Tensor, "k r"]  # (Uᵀ a) ⊙ (Vh z) for k pairs of fixed random signs a and z
     span: slice  # its part of the flat vectors
+    shard: "Shard | None"
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole weight."""
+        return self.W.shape if self.shard is None else self.shard.shape
 
     def change(self, δ: Vector) -> Weight:
         """ΔW = U diag(δ) Vh, in δ's dtype."""
@@ -100,6 +111,9 @@ class AdaptedLinear:
             return
         Uδ = (self.U * δ[self.span]).to(self.Vh.dtype)
         ΔW = (Uδ @ self.Vh).to(δ.dtype)
+        if self.shard is not None:
+            whole = dither[: self.shape.numel()].view(self.shape)
+            dither = self.shard.of(whole).flatten()
         round_by(dither, ΔW.add_(self.W), out)
 
     def project(self, M: Weight, dtype: torch.dtype) -> Float[Tensor, " r"]:
@@ -162,6 +176,120 @@ def left_out(model: nn.Module, adapted: Iterable[str]) -> list[str]:
         shown = parts[-2:] if parts[-1] in TARGETS else parts[-1:]
         kinds.add(".".join(shown))
     return sorted(kinds)
+
+
+# ── tensor parallelism
+
+
+# By a model's plan, the dimension of W that is cut; None: the module is held whole.
+CUT = {"colwise": 0, "rowwise": 1, "replicated_with_grad_allreduce": None}
+# Sizes of a configuration that are divided.
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+@dataclass(slots=True)
+class Shard:
+    """The part of a Linear that this rank holds, where several hold one model together.
+
+    The plan is the one that transformers has for the model (`base_model_tp_plan`), its layout that
+    of Megatron-LM (arXiv 1909.08053):
+
+    | plan | W and W' [d_out, d_in] | U [d_out, r] | Vh [r, d_in] | summed over the ranks |
+    |---|---|---|---|---|
+    | colwise | some rows | the same rows | whole | ∂L/∂x |
+    | rowwise | some columns | whole | the same columns | y |
+
+    What a rank collects of g = Σ_t (Vh x_t) ⊙ (Uᵀ ∂L/∂y_t) with its part is a summand of g, which
+    `ranks.total` adds up with other rows' gradients. All else of the model is held whole.
+    """
+
+    dim: int  # of W: 0, some rows; 1, some columns
+    start: int
+    length: int
+    shape: torch.Size  # of the whole W
+    whole: Weight | None  # W on the host, until it has been decomposed
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """The part of a whole W, or of that factor of it which is cut."""
+        return matrix.narrow(self.dim, self.start, self.length)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Σ of x over the ranks that hold the Linear together, in place."""
+        return ranks.sum_shards(x)
+
+
+def cuts(model: PreTrainedModel, n: int) -> dict[str, int]:
+    """The dimension along which each adapted Linear is cut for n ranks. No weight is read.
+
+    Raises:
+        Refused: one line: the model has no plan, or one that does more, or cannot be divided by n.
+    """
+    kind = type(model).__name__
+    plan: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    linears = targets(model)
+    dims: dict[str, int] = {}
+    for name in linears:
+        pattern = replace_layer_number_by_wildcard(name)
+        style = plan.get(pattern.removeprefix(f"{model.base_model_prefix}."))
+        dim = CUT.get(style or "")
+        if dim is not None:
+            dims[name] = dim
+    if len(dims) < len(linears) or not CUT.keys() >= set(plan.values()):
+        raise Refused(
+            f"--tensor-parallel {n}: transformers has no plan for {kind} that divides exactly the "
+            "adapted layers; leave it out"
+        )
+    for name in DIVIDED:
+        size = getattr(model.config, name, n)
+        if size % n:
+            raise Refused(f"--tensor-parallel {n}: does not divide {kind}'s {name}, {size}")
+    return dims
+
+
+def cut(model: PreTrainedModel) -> None:
+    """Leave in each adapted Linear this rank's part, and sum the outputs where each has a share.
+
+    The whole weight stays on the host until the adapter has decomposed it.
+
+    Raises:
+        Refused: as `cuts`.
+    """
+    weights_sha256(model, None)  # which is not to be had of parts
+    n = ranks.shards()
+    for name, dim in cuts(model, n).items():
+        linear: Any = model.get_submodule(name)
+        W = linear.weight.data
+        length = W.shape[dim] // n
+        shard = Shard(dim, ranks.shard() * length, length, W.shape, W)
+        linear.weight.data = shard.of(W).clone(memory_format=torch.contiguous_format)
+        linear.out_features, linear.in_features = linear.weight.shape
+        linear.shard = shard
+        bias = linear.bias
+        if bias is not None and dim == 0:
+            bias.data = shard.of(bias.data).clone()
+        if dim == 1:
+            if bias is not None and ranks.shard():
+                bias.data.zero_()  # it is in the sum once
+            linear.register_forward_hook(_sum_outputs)
+
+
+def _sum_outputs(_module: nn.Module, _args: object, y: Tensor) -> None:
+    ranks.sum_shards(y.detach())
+
+
+def shard_of(linear: nn.Linear) -> Shard | None:
+    """This rank's part; None: it has all of it."""
+    return getattr(linear, "shard", None)
+
+
+def _whole(linear: nn.Linear) -> Weight:
+    """The weight, all of it where this rank's Linear has a part."""
+    shard = shard_of(linear)
+    W = linear.weight.data
+    if shard is None:
+        return W
+    assert shard.whole is not None, "it was decomposed before"
+    return shard.whole.to(W.device)
 
 
 # ── the adapter
@@ -229,7 +357,7 @@ class SvdAdapter:
         """
         if any(site.W.dtype != torch.bfloat16 for site in self._linears):
             return None
-        largest = max(site.W.numel() for site in self._linears)
+        largest = max(site.shape.numel() for site in self._linears)
         generator = torch.Generator().manual_seed(0)
         dither = torch.randint(2**16, (largest,), generator=generator, dtype=torch.int32)
         return dither.to(self.δS.device)
@@ -350,14 +478,16 @@ class SvdAdapter:
         δ = self.δS.detach() * self.active.δS + self.δS_hack.detach() * self.active.δS_hack
         is_changed = (δ != 0).cpu()
         changed = [site for site in self._linears if is_changed[site.span].any()]
-        got = δ.new_zeros((), dtype=torch.float64)
-        wanted = torch.zeros_like(got)
+        sums = δ.new_zeros(2, dtype=torch.float64)
+        got, wanted = sums
         for i in _spread(len(changed), MODULES_MEASURED):
             site = changed[i]
             ΔW = site.change(δ)
             merged = site.linear.weight.data.to(δ.dtype)
             got += (merged - site.W).mul_(ΔW).sum()
             wanted += ΔW.square_().sum()
+        if self._linears[0].shard is not None:
+            ranks.sum_shards(sums)
         return float(got / wanted) if wanted else None
 
     @torch.no_grad()
@@ -369,23 +499,6 @@ class SvdAdapter:
 
     # ── files, resume
 
-    @cached_property
-    def _fingerprint_signs(self) -> Float[Tensor, "k R"]:
-        """(Uᵀ a) ⊙ (Vh z) of every module, for k pairs of fixed random signs a and z."""
-        generator = torch.Generator().manual_seed(0)
-
-        def draw_signs(length: int) -> Tensor:
-            bits = torch.randint(2, (length, FINGERPRINT_SIZE), generator=generator)
-            return (2 * bits - 1).to(self.δS)
-
-        parts: list[Tensor] = []
-        for site in self._linears:
-            d_out, d_in = site.W.shape
-            a = site.U.mT.to(self.δS) @ draw_signs(d_out)
-            z = site.Vh.to(self.δS) @ draw_signs(d_in)
-            parts.append(a * z)
-        return torch.cat(parts).mT.contiguous()
-
     @torch.no_grad()
     def basis_fingerprint(self, δ: Vector) -> Fingerprint:
         """What δ does in this basis: k numbers a module, of about the size of ‖δ‖, on the CPU.
@@ -395,9 +508,8 @@ class SvdAdapter:
         whose singular values are close, which does: another machine may turn them, and the same δ
         is another model there.
         """
-        signs = self._fingerprint_signs
-        products = signs * δ.to(signs)
-        sums = [products[:, site.span].sum(1) for site in self._linears]
+        δ = δ.to(self.δS)
+        sums = [(site.signs * δ[site.span]).sum(1) for site in self._linears]
         return torch.stack(sums).cpu()
 
     def require_basis(self, δ: Vector, fingerprint: Fingerprint, where: str) -> None:
@@ -473,16 +585,46 @@ class SvdAdapter:
 
 
 def _decomposed(linears: Mapping[str, nn.Linear], cache: SvdCache) -> dict[str, AdaptedLinear]:
-    """Decompose every Linear, and give each the next part of the flat vectors."""
+    """Decompose every Linear, and give each the next part of the flat vectors.
+
+    The ranks of a machine divide the work, through the cache.
+    """
+    if ranks.size() > 1:
+        costs = [linear.in_features * linear.out_features for linear in linears.values()]
+        own = ranks.own_here(costs)
+        for linear in progress([*linears.values()][own.start : own.stop], "SVD", "module"):
+            cache.fill(_whole(linear))
+        ranks.gather(lambda: None)  # all have written theirs
+    generator = torch.Generator().manual_seed(0)
     sites: dict[str, AdaptedLinear] = {}
     start = 0
     for name, linear in progress(linears.items(), "SVD", "module"):  # minutes at 4B
-        W = linear.weight.data
-        U, S, Vh = cache.decompose(W)
+        shard = shard_of(linear)
+        U, S, Vh = cache.decompose(_whole(linear))
+        signs = _fingerprint_signs(U, Vh, generator)
+        if shard is not None:
+            shard.whole = None
+            cut = shard.of(Vh if shard.dim else U).clone(memory_format=torch.contiguous_format)
+            U, Vh = (U, cut) if shard.dim else (cut, Vh)
         span = slice(start, start + len(S))
-        sites[name] = AdaptedLinear(name, linear, W, U, S, Vh, span)
+        sites[name] = AdaptedLinear(name, linear, linear.weight.data, U, S, Vh, signs, span, shard)
         start = span.stop
     return sites
+
+
+def _fingerprint_signs(
+    U: Float[Tensor, "d_out r"], Vh: Float[Tensor, "r d_in"], generator: torch.Generator
+) -> Float[Tensor, "k r"]:
+    """(Uᵀ a) ⊙ (Vh z) for k pairs of random signs a and z."""
+    dtype = torch.promote_types(U.dtype, torch.float32)
+
+    def draw_signs(length: int) -> Tensor:
+        bits = torch.randint(2, (length, FINGERPRINT_SIZE), generator=generator)
+        return (2 * bits - 1).to(U.device, dtype)
+
+    a = U.mT.to(dtype) @ draw_signs(len(U))
+    z = Vh.to(dtype) @ draw_signs(Vh.shape[1])
+    return (a * z).mT.contiguous()
 
 
 def _spread(total: int, most: int) -> list[int]:
@@ -494,7 +636,7 @@ def _spread(total: int, most: int) -> list[int]:
 # ── identity
 
 
-_weights_seen: WeakKeyDictionary[nn.Module | SvdAdapter, str] = WeakKeyDictionary()
+_weights_seen: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def weights_sha256(model: nn.Module, adapter: SvdAdapter | None) -> str:
@@ -502,8 +644,7 @@ def weights_sha256(model: nn.Module, adapter: SvdAdapter | None) -> str:
 
     Computed once, since it takes seconds at 4B.
     """
-    key = model if adapter is None else adapter
-    if key not in _weights_seen:
+    if model not in _weights_seen:
         base = {name: p.data for name, p in model.named_parameters()}
         if adapter is not None:
             for name, site in adapter.sites.items():
@@ -513,5 +654,5 @@ def weights_sha256(model: nn.Module, adapter: SvdAdapter | None) -> str:
             weight = base[name]
             digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
             digest.update(bytes_of(weight))
-        _weights_seen[key] = digest.hexdigest()
-    return _weights_seen[key]
+        _weights_seen[model] = digest.hexdigest()
+    return _weights_seen[model]

@@ -37,7 +37,7 @@ class SvdCache:
         """U, S and Vh of W, from its file, or else computed and written."""
         if self.folder is None:
             return self.compute(W)
-        path = self.folder / f"{weight_key(W)}.safetensors"
+        path = self._path(W)
         if path.exists():
             try:
                 tensors = load_file(path, device=str(W.device))
@@ -48,6 +48,15 @@ class SvdCache:
         if self.writable:
             self._write(path, factors)
         return factors
+
+    def fill(self, W: Weight) -> None:
+        """See to it that W's file is there."""
+        if self.writable and not self._path(W).exists():
+            self.decompose(W)
+
+    def _path(self, W: Weight) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{weight_key(W)}.safetensors"
 
     def _write(self, path: Path, factors: Factors) -> None:
         U, S, Vh = factors

@@ -122,6 +122,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     for needed in (
         partial(require_disk, disk_needed(cfg), folder, run),
         partial(require_memory, cfg, inputs.environment.prompts),
+        partial(require_shards, cfg),
         *(partial(tracking.require, name) for name in cfg.run.trackers),
     ):
         try:
@@ -147,6 +148,14 @@ def step_here(cfg: Config, shapes: Shapes, prompts: Prompts) -> Step:
     )
 
 
+def require_shards(cfg: Config) -> None:
+    """Raises Refused where --tensor-parallel does not divide the model, or this machine's ranks."""
+    if cfg.run.tensor_parallel > 1:
+        from vgrout.model.load import load  # torch, for this flag alone
+
+        load.require_shards(cfg)
+
+
 def require_memory(cfg: Config, prompts: Prompts) -> None:
     """Raises Refused where not even a row at a time fits the GPU, or --memory-gib."""
     room, shapes = room_of(cfg, free_bytes()), find_shapes(cfg.model_path)
@@ -158,6 +167,9 @@ def require_memory(cfg: Config, prompts: Prompts) -> None:
         return
     others = {"--quarantine block:-2": replace(step, quarantined=min(1, step.quarantined))}
     others["--intervention none"] = replace(step, quarantined=0, by_rollout=False)
+    for n in (2, 4, 8):
+        if step.shards < n <= len(visible()):
+            others[f"--tensor-parallel {n}"] = replace(step, shards=n)
     fit = {flag: other.plan(0).peak for flag, other in others.items()}
     enough = [f"{flag} ({n / GIB:.3g} GiB)" for flag, n in fit.items() if n <= room]
     where = f"--memory-gib {cfg.run.memory_gib:g}" if cfg.run.memory_gib else "--model"
@@ -360,7 +372,8 @@ def _machine_lines(cfg: Config, inputs: Inputs, folder: Path) -> list[str]:
         step = step_here(cfg, shapes, prompts)
         lines += step.plan(room_of(cfg, free_bytes())).lines()
         if device_of(cfg) == "cuda":
-            lines += _headed("", f"at least {step.plan(0).peak / GIB:.1f} GiB")
+            each = f" on each of {step.shards} GPUs" if step.shards > 1 else ""
+            lines += _headed("", f"at least {step.plan(0).peak / GIB:.1f} GiB{each}")
     else:
         lines += _headed("memory", "no plan: the model is not here, or is of an unknown shape")
     needed = max(1, disk_needed(cfg) // 2**20)

@@ -1,7 +1,7 @@
 """Load a model that source.py has found: frozen, checked, and under an adapter if wanted."""
 
 from collections.abc import Set
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from vgrout.model.load.source import (
     USER,
     configuration,
     is_small,
+    model_folder,
     require_model,
     resolved_dtype,
     shapes_of,
@@ -46,7 +47,7 @@ from vgrout.model.policy import (
     Policy,
     apply_template,
 )
-from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
+from vgrout.model.svd_adapter import SvdAdapter, cut, cuts, left_out, targets
 
 # Nothing is fetched, and no code of a model's own is run.
 LOCAL: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
@@ -66,12 +67,16 @@ def run_policy(cfg: Config) -> Policy:
         Refused: a model that this trainer cannot use; one line.
     """
     device, dtype = device_and_dtype(cfg)
-    policy = load_policy(cfg.model_path, device=device, dtype=dtype)
+    ranks.share_model(cfg.run.tensor_parallel)
+    shared = ranks.shards() > 1
+    policy = load_policy(cfg.model_path, device=device, dtype=dtype, shared=shared)
+    # ranks that hold one model together have to do the same at once, whatever else is on their GPUs
+    budgets = ranks.gather(lambda: budget_of(cfg, policy))
     return replace(
         policy,
         thinking=cfg.env.thinking,
         preserve_thinking=cfg.env.preserve_thinking,
-        budget=budget_of(cfg, policy),
+        budget=min(budgets, key=astuple),
     )
 
 
@@ -209,12 +214,14 @@ def load_policy(
     device: str | torch.device,
     dtype: torch.dtype,
     cache_dir: Path | None = SVD_CACHE,
+    shared: bool = False,
 ) -> Policy:
     """As `load_language_model`, under an adapter of zeros.
 
     cache_dir: cache of decomposed weights, which take minutes at 4B. None: no cache.
     """
-    return adapted(load_language_model(model, device=device, dtype=dtype), cache_dir)
+    lm = load_language_model(model, device=device, dtype=dtype, shared=shared)
+    return adapted(lm, cache_dir)
 
 
 def load_language_model(
@@ -223,8 +230,11 @@ def load_language_model(
     device: str | torch.device,
     dtype: torch.dtype,
     flag: str = "--model",
+    shared: bool = False,
 ) -> LanguageModel:
     """Load a local folder or a downloaded hub id, frozen. Nothing is fetched.
+
+    shared: this rank holds its part alone (`Shard`).
 
     Raises:
         Refused: no such model here, or one this trainer cannot use; one line that says what to do.
@@ -236,6 +246,8 @@ def load_language_model(
     try:
         tok, net = _read(folder, dtype)
         try_template(tok)
+        if shared:
+            cut(net)
         return as_language_model(net.to(device), tok)
     except Refused as error:
         raise Refused(
@@ -330,18 +342,35 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
         Refused: as `SvdAdapter`, without a window, or with what the libraries raise on damaged
             files.
     """
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(text_config(folder))
-    except Exception as e:  # whatever the libraries raise
-        if out_of_memory(e):
-            raise
-        raise Refused(one_line(e)) from e
+    model = _without_weights(folder)
     if window_of(model.config.to_dict()) is None:
         raise Refused(f"{type(model).__name__}: names no max_position_embeddings")
     linears = targets(model)
     shapes = [(linear.out_features, linear.in_features) for linear in linears.values()]
     return shapes, left_out(model, linears)
+
+
+def require_shards(cfg: Config) -> None:
+    """Raises Refused, one line, where --tensor-parallel does not divide the model, or this machine's ranks."""
+    n, folder = cfg.run.tensor_parallel, model_folder(cfg.model_path)
+    if folder is not None:
+        cuts(_without_weights(folder), n)
+    if ranks.here() % n:
+        raise Refused(
+            f"--tensor-parallel {n}: takes a multiple of {n} processes on a machine, not {ranks.here()}; "
+            f"start with `torchrun --standalone --nproc-per-node {n} -m -- vgrout.train …`"
+        )
+
+
+def _without_weights(folder: Path) -> PreTrainedModel:
+    """A folder's model, none of whose weights is read. Raises Refused with what the libraries raise."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(text_config(folder))
+    except Exception as e:  # whatever the libraries raise
+        if out_of_memory(e):
+            raise
+        raise Refused(one_line(e)) from e
 
 
 def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> LanguageModel:

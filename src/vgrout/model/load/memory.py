@@ -137,6 +137,12 @@ class Step:
     by_rollout: bool = False
     prompt_tokens: int = PROMPT_TOKENS  # of a typical prompt
     beside: int = 0  # how many numbers a teacher has, its factors and merged weights too
+    shards: int = 1  # ranks that hold the model together; the bytes are those of one
+
+    @property
+    def part(self) -> Shapes:
+        """What a rank has of the model."""
+        return self.shapes.part(self.shards)
 
     @property
     def rows(self) -> int:
@@ -160,13 +166,13 @@ class Step:
         layer; on a GPU it is one layer's, then their gradients, by query head before they are added
         up. A rollout with a gradient of its own has a copy of its prompt's in every layer.
         """
-        queries = self.shapes.heads * self.shapes.head_dim * self.size
-        copy = self.shapes.kv_bytes(self.size)
+        queries = self.part.heads * self.shapes.head_dim * self.size
+        copy = self.part.kv_bytes(self.size)
         if self.device != "cpu":
             copy = 2 * copy // self.shapes.layers + 2 * queries
         branches = self.group if self.by_rollout else self.group - 1
         copies = min(BRANCHES, branches * self.row_tokens / self.family_tokens)
-        return self.shapes.activation_bytes(self.size) + int(copy * copies)
+        return self.part.activation_bytes(self.size) + int(copy * copies)
 
     def prompt_token_activations(self) -> int:
         """Bytes of one token of a prompt that is read before its answers.
@@ -176,7 +182,7 @@ class Step:
         """
         if not self.by_rollout:
             return 0
-        copies = 2 * self.group * self.shapes.kv_bytes(self.size)
+        copies = 2 * self.group * self.part.kv_bytes(self.size)
         return self.shapes.R * self.size + copies
 
     def activations(self, tokens: int) -> int:
@@ -194,7 +200,7 @@ class Step:
     def sampled_row(self) -> int:
         """Bytes of one row while it is sampled."""
         return sampled_row(
-            self.shapes.kv_bytes(self.size),
+            self.part.kv_bytes(self.size),
             self.shapes.layers,
             self.shapes.vocab,
             self.prompt_tokens,
@@ -238,17 +244,17 @@ class Step:
             the usual budget.
         full: all weights learn, and none is decomposed.
         """
-        shapes, size = self.shapes, self.size
+        shapes, part, size = self.shapes, self.part, self.size
         if full:
             factors = merged = 0
             adapter = 3 * shapes.parameters * size  # gradients and two moments
         else:
-            factors = shapes.svd_cache_bytes(size)
-            of_block = shapes.adapted // shapes.layers
+            factors = shapes.svd_cache_bytes(size, self.shards)
+            of_block = part.adapted // shapes.layers
             merged = (shapes.layers + self.quarantined) * of_block * size
             adapter = self.adapter_vectors() * shapes.R * FP32
         made = MemoryPlan(
-            weights=(shapes.parameters + self.beside) * size,
+            weights=(part.parameters + self.beside) * size,
             factors=factors,
             merged=merged,
             adapter=adapter,
@@ -298,6 +304,7 @@ def step_of(
         by_rollout=cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients",
         prompt_tokens=prompt_tokens,
         beside=beside,
+        shards=cfg.run.tensor_parallel,
     )
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -378,17 +378,19 @@ class Shapes:
         """Σ r, the size of δS."""
         return self.layers * sum(map(min, self.linears.values()))
 
-    @property
-    def factors(self) -> int:
-        """Entries of every U and Vh."""
-        of_layer = 0
-        for d_out, d_in in self.linears.values():
-            of_layer += (d_out + d_in) * min(d_out, d_in)
+    def part(self, n: int) -> "Shapes":
+        """What one of n ranks has that hold a model together: some heads, some of the MLP."""
+        return replace(self, heads=self.heads // n, kv_heads=self.kv_heads // n, mlp=self.mlp // n)
+
+    def factors(self, n: int = 1) -> int:
+        """Entries of every U and Vh, as one of n ranks has them."""
+        of_part = self.part(n).linears
+        of_layer = sum(sum(of_part[name]) * min(whole) for name, whole in self.linears.items())
         return self.layers * of_layer
 
-    def svd_cache_bytes(self, itemsize: int) -> int:
-        """Bytes of U and Vh in the weights' dtype, and of S in fp32."""
-        return self.factors * itemsize + self.R * FP32
+    def svd_cache_bytes(self, itemsize: int, n: int = 1) -> int:
+        """Bytes of U and Vh in the weights' dtype, and of S in fp32. n: as of `factors`."""
+        return self.factors(n) * itemsize + self.R * FP32
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of the keys and values of one token."""

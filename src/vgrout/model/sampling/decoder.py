@@ -25,6 +25,7 @@ from vgrout.model.sampling.lean_layers import (
     PlainLinears,
     PrepackedLinears,
     can_prepack,
+    heads_of,
 )
 
 # Below this many parameters a step is bound by calls, not by bytes: q, k, v (gate, up) become one
@@ -167,18 +168,18 @@ class LeanDecoder:
 
     def __init__(self, model: PreTrainedModel, static: bool = False) -> None:
         self.model, self.static = model, static
-        self.captures = static and model.device.type == "cuda"
         # (width, blocks) → the step's graph, or how often the step was run so far: a graph is made
         # when it has run twice, and whatever is loaded at a first call has been loaded
         self.steps: dict[tuple[int, int], _Captured | int] = {}
         self.core: Any = backbone(model)
-        self.heads: int = model.config.num_attention_heads
-        self.kv_heads: int = model.config.num_key_value_heads
+        self.heads, self.kv_heads = heads_of(self.core.layers[0].self_attn)
         parameters = sum(p.numel() for p in model.parameters())
         self.small = parameters < FUSE_BELOW
         prepacks = not self.small and can_prepack(model)
         kind = PrepackedLinears if prepacks else PlainLinears
         self.layers = [Block.of(layer, kind, self.small) for layer in self.core.layers]
+        # a graph of a step in which ranks exchange was never tried
+        self.captures = static and model.device.type == "cuda" and self.layers[0].shard is None
         self.final_norm = Norm.of(self.core.norm.weight, self.core.norm)
         embeddings: Any = model.get_input_embeddings()
         self.embeddings: Tensor = embeddings.weight
@@ -334,9 +335,9 @@ class LeanDecoder:
             write(qkv[:, H:].view(n, 2, K, D))
             q = qkv[:, :H].view(n, K, H // K, D)  # the queries of a key/value head are its rows
             y = attend(q, scale=block.scale)
-            x = block.out.add(x, y.reshape(n, H * D))
+            x = block.add(block.out, x, y.reshape(n, H * D))
             gated = block.up.gated(block.mlp_norm(x))
-            x = block.down.add(x, gated)
+            x = block.add(block.down, x, gated)
         self.position += 1
         return masked(self.model, self.head(self.final_norm(x)))
 

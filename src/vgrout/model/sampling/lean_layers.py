@@ -184,6 +184,7 @@ class Block:
     mlp_norm: Norm
     up: Linears  # gate and up
     down: Linears
+    shard: Any  # of `down`, as `out` is cut; None: this rank has all of both
 
     @staticmethod
     def of(layer: Any, kind: type[PlainLinears] | type[PrepackedLinears], small: bool) -> "Block":
@@ -191,9 +192,9 @@ class Block:
         attention, mlp = layer.self_attn, layer.mlp
         qk_norm = None
         if hasattr(attention, "q_norm"):
-            config = attention.config
-            of_queries = attention.q_norm.weight.expand(config.num_attention_heads, -1)
-            of_keys = attention.k_norm.weight.expand(config.num_key_value_heads, -1)
+            heads, kv_heads = heads_of(attention)
+            of_queries = attention.q_norm.weight.expand(heads, -1)
+            of_keys = attention.k_norm.weight.expand(kv_heads, -1)
             qk_norm = Norm.of(torch.cat([of_queries, of_keys]), attention.q_norm)
         before, after = layer.input_layernorm, layer.post_attention_layernorm
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -206,4 +207,19 @@ class Block:
             mlp_norm=Norm.of(after.weight, after),
             up=kind.of([mlp.gate_proj, mlp.up_proj], fuse=small),
             down=kind.of([mlp.down_proj], fuse=small),
+            shard=getattr(mlp.down_proj, "shard", None),
         )
+
+    def add(
+        self, linears: Linears, residual: Float[Tensor, "n d"], x: Float[Tensor, "n d_in"]
+    ) -> Float[Tensor, "n d"]:
+        """residual + W x, where W is `out` or `down`."""
+        if self.shard is None:
+            return linears.add(residual, x)
+        return residual + self.shard.total(linears(x))
+
+
+def heads_of(attention: Any) -> tuple[int, int]:
+    """How many heads of queries, and of keys and values, an attention has on this rank."""
+    q, k = attention.q_proj.out_features, attention.k_proj.out_features
+    return q // attention.head_dim, k // attention.head_dim

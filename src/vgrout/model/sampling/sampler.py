@@ -78,7 +78,8 @@ def sample(
     Row noise is drawn beforehand, [rows, max_new] from `generator` (a CPU stream), and tokens by
     inverse CDF: a row's tokens do not depend on which other rows are still there, nor on the rank
     that samples it. `on_finish(prompt, index, completion)` is called as soon as a row ends, on the
-    rank that has sampled it, so that grading runs beside sampling.
+    rank that has sampled it (on one of those that hold one model together), so that grading runs
+    beside sampling.
 
     whole_prompts: all completions of a prompt are sampled on one rank.
 
@@ -109,7 +110,7 @@ def sample(
             for i, answer in run.finish_all():
                 prompt, index = rows[start + i]
                 answers[prompt, index] = answer
-                if on_finish is not None:
+                if on_finish is not None and i % ranks.shards() == ranks.shard():
                     on_finish(prompt, index, answer)
         return answers
 
