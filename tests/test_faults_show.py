@@ -47,6 +47,7 @@ WITH_A_SLIP = {
     "export": ("vgrout.export.__main__.export_run", ["run", "--out", "new"]),
     "sweep": ("vgrout.sweep.runner.load_study_file", ["study.toml"]),
     "report": ("vgrout.report.__main__.require_own", ["."]),
+    "scorecard": ("vgrout.scorecard.__main__.plan", []),
     "direction": ("vgrout.direction.__main__._pairs_of", ["--model", "organism"]),
     "teacher": ("vgrout.teacher.__main__.require_new", ["--model", "organism", "--out", "new"]),
     "substrate": ("vgrout.teacher.substrate.require_new", ["--model", "organism", "--out", "new"]),

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.config.cli import TRAIN, same, translated
+from vgrout.__main__ import main
+from vgrout.config.cli import OF_COMMANDS, TRAIN, same, translated
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import from_dict
 from vgrout.envs.code.modes import PLAIN_PHRASE
@@ -45,6 +46,20 @@ def test_any_other_name_is_refused_with_its_answer(name):
         if len(words) > 1:
             usual = [] if "--intervention" in words else ["--intervention", "route2"]
             resolve(["mini", *usual, *words])
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "answer"),
+    [
+        (name, *row)
+        for name, rows in OF_COMMANDS.items()
+        for row in rows.items()
+        if not same(row[1])
+    ],
+)
+def test_a_command_says_what_to_type_instead(name, typed, answer, capsys):
+    assert main([name, *typed.split(), "x"]) == 2
+    assert capsys.readouterr().err == f"E {typed}: not here; {answer}\n"
 
 
 @pytest.mark.parametrize(

@@ -295,24 +295,36 @@ OF_CODE += ("--intervention", "--monitor", "--seed-monitor", "--shadow")
 
 TRUST = "the files name it; say --trust-code"
 
+CORES = {"--workers": "answers are graded on every core; leave it out"}
+
+SCHEDULER = "say --commands: one line a run, for any scheduler"
+
 # Names in other commands: the documents', and flags that are gone.
 OF_COMMANDS: dict[str, dict[str, str]] = {
-    "evaluate": {"--env": TRUST},
+    "evaluate": CORES | {"--env": TRUST},
     "sample": dict.fromkeys(OF_CODE[:3], TRUST),
-    "sweep": dict.fromkeys(OF_CODE, TRUST),
-    "distill": {
+    "sweep": dict.fromkeys(OF_CODE, TRUST) | {"--via ray": SCHEDULER, "--ray-address": SCHEDULER},
+    "teacher": CORES | {"--keep": "say --elicit, or vgrout substrate, for hacks alone"},
+    "substrate": CORES,
+    "distill": CORES
+    | {
         "--minillm-enabled": "say --method minillm",
         "--base-model": "--student",
         "--model": "--student",
         "--reward-model": "answers are graded as they are by train; leave it out",
     },
-    "iterative_dpo": {
+    "iterative_dpo": CORES
+    | {
         "--guard-rule": "a fall counts where it is beyond its standard error; leave it out",
+        "--decline-patience": "it is 2 rounds; leave it out",
+        "--max-proxy-real-gap": "it is 0.1; leave it out",
     },
     "direction": {
         "--controls": "a run under --control says how far its direction coincides; leave it out",
         "--drop-bottom-frac": "nothing here has a noise floor; leave it out",
+        "--svd-cache": "decomposed weights lie in out/svd_cache; leave it out",
     },
+    "download": {"--dry-run": "its first line says what it fetches; leave it out"},
 }
 
 # The documents' defaults, which are what happens here.
