@@ -213,6 +213,15 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(gib, said, by_flag
         run_plan.require_memory(cfg, [])
 
 
+def test_more_gpus_are_named_where_they_can_hold_the_model(monkeypatch):
+    monkeypatch.setattr(run_plan, "free_bytes", lambda: 20 * 2**30)
+    monkeypatch.setattr(run_plan, "visible", lambda: ("0", "1", "2", "3"))
+    words = ["full", "--steps=60", "--prompts-per-step=4", "--group=8", "--max-new=512"]
+    with pytest.raises(Refused, match=r"what fits: .*--tensor-parallel 4 \(1\d\.\d GiB\)$"):
+        run_plan.require_memory(resolve([*words, "--intervention=route2"]), [])
+    run_plan.require_memory(resolve([*words, "--intervention=route2", "--tensor-parallel=4"]), [])
+
+
 def test_shapes_that_are_not_known_give_no_plan():
     assert shapes_of(SIZES | {"num_experts": 8}) is None
     for name in ("hidden_size", "num_hidden_layers"):

@@ -11,10 +11,12 @@ from files import loaded
 from runs import flags, once, only_run, rows, status
 from test_ranks import output_of, process_of, same_run, torchrun
 from test_train import start, wait_for_steps
-from tiny import SHAPE
+from tiny import SHAPE, tiny
 from vgrout.config.presets import resolve
+from vgrout.ground import ranks
 from vgrout.ground.io import Refused
-from vgrout.model.svd_adapter import cuts
+from vgrout.model.svd_adapter import SvdAdapter, cuts
+from vgrout.model.svd_files import svd, weight_key
 from vgrout.runs import plan
 
 TENSOR = "--tensor-parallel"
@@ -30,6 +32,7 @@ from tiny import as_policy, shake, tiny
 from vgrout.config.settings import Sampling
 from vgrout.ground import ranks
 from vgrout.model.hidden_states import latents
+from vgrout.model.load.source import shapes_of
 from vgrout.model.logprobs import completion_logprobs, pieces_of
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.sampling import decoder
@@ -101,6 +104,8 @@ with ranks.joined():
         same = [[c.ids for c in row] for row in drawn[0]] == [[c.ids for c in row] for row in drawn[1]]
         found[f"{name} {dtype}"] = {
             "off": off, "weights": all(weights), "tokens": same, "one": held(one), "two": held(two),
+            "planned": shapes_of(two.model.config.to_dict()).factors(2),
+            "factors": sum(s.U.numel() + s.Vh.numel() for s in two.adapter.sites.values()),
             "fast": (one.lean, one.packs) == (two.lean, two.packs),
         }
     Path(f"{ranks.rank()}.json").write_text(json.dumps(found))
@@ -132,8 +137,30 @@ def test_what_is_cut_is_held_once(parity):
     for name, first in parity[0].items():
         of_cut, everything = first["one"]
         held = [of_rank[name]["two"] for of_rank in parity]
+        assert first["factors"] == first["planned"]
         assert [cut for cut, _ in held] == [of_cut / 2] * 2
         assert sum(total for _, total in held) <= 1.1 * of_cut + 2 * (everything - of_cut), name
+
+
+def test_ranks_divide_the_decompositions(tmp_path):
+    computed, until_all_are_there = [], []
+
+    def decompose(W):
+        computed.append(weight_key(W))
+        return svd(W)
+
+    for rank in range(2):
+        computed.clear()
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(ranks, "size", lambda: 2)
+            m.setattr(ranks, "here", lambda: 2)
+            m.setattr(ranks, "rank", lambda rank=rank: rank)
+            m.setattr(ranks, "gather", lambda _: until_all_are_there.append({*computed}))
+            SvdAdapter(tiny(), tmp_path / str(rank), decompose)
+        assert len(computed) == 14
+    first, second = until_all_are_there
+    assert not first & second
+    assert len(first) == len(second) == 7
 
 
 SHARED = [*flags("route2", "--vhack-refresh-every", "2")]
