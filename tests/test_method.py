@@ -266,7 +266,6 @@ VALUES = {
     "gate_modules": "all",
     "known_hacks_teacher_only": True,
     "known_modes": "exit_code",
-    "flags_kept": 0.5,
     "label_false_flags": 0.25,
     "llm_judge_model": "m",
     "llm_judge_url": "http://localhost:1/v1",
