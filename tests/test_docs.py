@@ -294,11 +294,9 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs():
     hack, solve = means(known)
     assert f"the 20 runs with one of the same two flaws known leave {hack} % of hacks" in page
     assert f"solve {solve} %, and hack {of_known(known)} % by the known flaw" in page
-    (of_readme,) = [x for x in text(README).splitlines() if x.startswith("| toy model")]
     cells = [" / ".join(means(runs)) for runs in (runs_of(shown, "none"), of_route2, of_screen)]
-    assert f"| {cells[0]} (10 runs) | {cells[1]} (20 runs) |" in of_readme
-    assert f"({cells[2]}, 20 runs)" in of_readme
-    assert f"than plain GRPO does ({' / '.join(means(penalised))})" in text(README)
+    said = f"({cells[0]}, with `route2` {cells[1]}) or by leaving it out ({cells[2]})"
+    assert said in text(README)
 
 
 def test_the_numbers_with_demonstrations_are_of_recorded_runs():
@@ -341,15 +339,16 @@ def test_the_numbers_with_demonstrations_are_of_recorded_runs():
     assert (f"ends at {hack} / {solve} (three seeds)" in table, runs) == (True, "3")
 
     readme = text(README)
-    for name, (hack, solve, _) in [*rows.items()][1:]:
-        assert name == "`route2`" or f"{hack} / {solve})" in readme, name
     usual, sums = "pairs by each flaw", make.read("sums")
-    for start, of, settings in (("programs", small, usual), ("sums", sums, "")):
-        cells = means(of, "none"), means(of, "route2", settings=settings)
-        said = " | ".join(f"{hack} / {solve} ({runs} runs)" for hack, solve, runs in cells)
-        assert f"| SmolLM2-135M, {start}, hacks demonstrated | {said} |" in readme, start
-    hack, solve, runs = means(sums, "screen", settings="monitor=source")
-    assert f"({hack} / {solve}, {runs} runs)" in readme
+    for world, of, settings in (("programs", small, usual), ("sums", sums, "")):
+        plain, routed = means(of, "none"), means(of, "route2", settings=settings)
+        assert (plain[2], routed[2]) == ("6", "6")
+        said = f"{routed[0]} / {routed[1]} beside {plain[0]} / {plain[1]} on {world}"
+        assert said in readme, world
+    hack, solve, _ = means(sums, "screen", settings="monitor=source")
+    assert f"({hack} / {solve})" in readme
+    hack, solve, _ = means(toy, "none", settings="mix_ratio=0.0")
+    assert f"({hack} / {solve})" in readme
 
 
 ABSORBING = "rollout_ablate_frac=0.5 quarantine=shared"

@@ -126,8 +126,8 @@ class Scorecard:
         below = above.copy()
         for setting in settings:
             first, second = HEADS.get(setting, ("", setting))
-            above.append(f"{first:>7}")
-            below.append(f"{second + '*' * self.won(setting):>7}")
+            above.append(f"{first + '*' * self.won(setting):>7}")
+            below.append(f"{second:>7}")
         lines = [" ".join(above).rstrip(), " ".join(below)]
         for row in rows:
             words = [f"{self.short((row, setting)):>7}" for setting in settings]
