@@ -348,7 +348,7 @@ def test_the_numbers_with_demonstrations_are_of_recorded_runs():
     hack, solve, _ = means(sums, "screen", settings="monitor=source")
     assert f"({hack} / {solve})" in readme
     hack, solve, _ = means(toy, "none", settings="mix_ratio=0.0")
-    assert f"({hack} / {solve})" in readme
+    assert f"it ends at {hack} % hack, {solve} % solve" in readme
 
 
 ABSORBING = "rollout_ablate_frac=0.5 quarantine=shared"

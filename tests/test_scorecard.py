@@ -253,5 +253,5 @@ def test_the_documents_tables_are_of_the_recorded_runs(capsys):
         for line in readme.splitlines()[2:]
     ]
     printed = [line[16:].replace(" ", " ").split()[-3:] for line in table.splitlines()[2:]]
-    assert len(cells_of) == 7
+    assert len(cells_of) == 6
     assert all([cell.rstrip("|") for cell in row] in printed for row in cells_of)
