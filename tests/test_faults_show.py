@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,8 @@ def test_somebodys_own_code_shows_its_traceback_whatever_it_raises(raised, capsy
 @pytest.mark.parametrize("program", ["benchmarks", "organisms", "studies.probe_mixed"])
 def test_a_program_beside_the_package_shows_its_help(program, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [program, "--help"])
+    for name in (program, f"{program}.__main__"):  # imported by another test
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit) as exits:
         runpy.run_module(program, run_name="__main__")
     assert exits.value.code == 0
