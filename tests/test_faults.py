@@ -502,7 +502,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
 
 
 @pytest.mark.long
-def test_a_detector_halts(tmp_path, monkeypatch):
+def test_a_detector_halts(tmp_path, monkeypatch, capsys):
     """A base policy that never repeats anything makes every honest answer an echo."""
     monkeypatch.setattr(
         EchoTrap, "calibrate", lambda self, _texts: setattr(self, "base", 0.0) or 0.0
@@ -510,6 +510,8 @@ def test_a_detector_halts(tmp_path, monkeypatch):
     echo = ["--echo-trap-enabled", "--echo-trap-threshold", "0.01", "--echo-trap-halt"]
     path = run(tmp_path, *bare("none", *echo), code=3)
     assert "detector echo says HACK" in status(path)["reason"]
+    command = status(path)["next"].partition("to go on all the same: ")[2]
+    assert f"To go on all the same: {command}" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     assert main("smoke --resume latest --threads 1".split()) == 2
     assert main("smoke --resume latest --threads 1 --guard log".split()) == 0

@@ -329,8 +329,8 @@ class RunContext:
                 said = f"stopped at once; {self._go_on()}"
                 return "second interrupt: stopped at once", again, said
             case Halted():
-                on = f"to go on all the same: {again} --guard log"
-                return str(e), f"read the last answers; {on}", f"halted: {e}. {on.capitalize()}"
+                on = f"go on all the same: {again} --guard log"
+                return str(e), f"read the last answers; to {on}", f"halted: {e}. To {on}"
             case Diverged():
                 return str(e), "lower --lr or --grad-clip and start again", str(e)
             case NothingRouted():
