@@ -1,6 +1,7 @@
 """Pair files and what is refused, the hand-written set run for real."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def test_a_file_goes_round_and_its_hash_is_of_the_content(tmp_path):
     assert edited.sha256 != pairs.sha256
     # the last two are held out
     assert load_pairs(write(tmp_path / "a.json", GOOD[::-1])).sha256 != pairs.sha256
+
+
+def test_what_another_program_measured_of_a_pair_may_be_nan(tmp_path):
+    measured = load_pairs(
+        write(tmp_path / "measured.json", [pair | {"loss": math.nan} for pair in GOOD])
+    )
+    assert measured.sha256 == load_pairs(write(tmp_path / "a.json", GOOD)).sha256
 
 
 def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -244,6 +245,14 @@ BROKEN = {
         lambda f: write(f, 3, [record(logp=[0.0])]),
         "one number per completion token",
     ),
+    "a reward that is no number": (
+        lambda f: write(f, 3, [record(reward=math.nan)]),
+        "line 1: 'reward' and 'logp' should be finite numbers: nan",
+    ),
+    "a log-prob that is no number": (
+        lambda f: write(f, 3, [record(completion_ids=[2, 3], logp=[-1.0, -math.inf])]),
+        "line 1: 'reward' and 'logp' should be finite numbers: -inf",
+    ),
     "other problem": (lambda f: write(f, 3, [record(problem_id=4)]), "named for problem 3"),
     "unknown env_mode": (lambda f: write(f, 3, [record(env_mode="x")]), "line 1: key 'env_mode'"),
     "truncated": (truncated, "cannot be read"),
@@ -273,6 +282,11 @@ def test_a_broken_pool_is_refused_with_file_and_line(tmp_path, case):
     make(tmp_path / "pool")
     with pytest.raises(ValueError, match=message):
         load_pool(tmp_path / "pool")
+
+
+def test_what_another_program_measured_and_is_not_read_may_be_nan(tmp_path):
+    write(tmp_path / "pool", 3, [record(per_sample_loss=math.nan)])
+    assert load_pool(tmp_path / "pool").ids == {3}
 
 
 def test_a_recorded_file_that_vanished_is_named(tmp_path):

@@ -1,6 +1,7 @@
 """The programs around the grader: offline grading, the doctor, the benchmark's peers."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -93,7 +94,8 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
         "grades.jsonl",
         "problems.jsonl",
     ]
-    answers.write_text(texts[0] + "\n")
+    measured = LINES[0][0] | {"loss": math.nan}  # by another program
+    answers.write_text(json.dumps(measured) + "\n")
     out.unlink()
     assert run_offline(*flags) == 0, "no bad line"
 

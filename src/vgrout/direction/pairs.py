@@ -151,7 +151,7 @@ def _load_entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, 
     Raises:
         Refused: one line with flag, file and the entry's index.
     """
-    data = from_json(read_text(path), f"{flag} {path}")
+    data = from_json(read_text(path), f"{flag} {path}", nan=True)
     entries: list[Json] = data if isinstance(data, list) else [None]
     for i, entry in enumerate(entries):
         bad: list[str] = []

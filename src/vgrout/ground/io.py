@@ -428,9 +428,12 @@ def _unreadable(path: Path, e: Exception) -> Refused:
     return Refused(f"{path}: cannot be read ({getattr(e, 'strerror', e)})")
 
 
-def from_json(text: str | bytes, where: str) -> Json:
+def from_json(text: str | bytes, where: str, *, nan: bool = False) -> Json:
     """The value of a JSON text. Raises Refused, one line that begins with `where`; for a NaN too, which this program
-    never writes, and for a key that an object has twice: one of the values would be lost."""
+    never writes, and for a key that an object has twice: one of the values would be lost.
+
+    nan: taken, where another program wrote the file and may have measured what is not read here.
+    """
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
@@ -443,7 +446,8 @@ def from_json(text: str | bytes, where: str) -> Json:
         raise LookupError(f"it holds {name}")
 
     try:
-        return json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
+        constant = None if nan else no_constant
+        return json.loads(text, object_pairs_hook=once, parse_constant=constant)
     except LookupError as e:
         raise Refused(f"{where}: {e.args[0]}") from None
     except (ValueError, RecursionError) as e:

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,7 +161,7 @@ def _read_rollouts(
         of_problem: list[Demonstration] = []
         for n, line in enumerate(lines, 1):
             where = f"{path}, line {n}"
-            record = from_json(line, where)
+            record = from_json(line, where, nan=True)
             fault = next(_faults(record, number, partition.get(number), flaws), "")
             if fault:
                 raise Refused(f"{where}: {fault}")
@@ -247,6 +248,9 @@ def _faults(record: Any, number: int, mode: str | None, flaws: Sequence[str]) ->
         yield f"env_mode {record['env_mode']}, but partition.json says {mode}"
     if record.get("logp") is not None and len(record["logp"]) != len(record["completion_ids"]):
         yield "'logp' should hold one number per completion token"
+    for value in (record["reward"], *(record.get("logp") or ())):
+        if not isinstance(value, (int, float)) or not abs(value) < math.inf:
+            yield f"'reward' and 'logp' should be finite numbers: {value!r:.40}"
 
 
 def _demonstration(record: Mapping[str, Any], grader: str) -> Demonstration:

@@ -105,7 +105,7 @@ def problems_of(file: Path) -> dict[int, Problem]:
 
 def _parse(line: bytes, problems: Mapping[int, Problem]) -> tuple[Record, Problem, str]:
     """A line's record, its problem, and the answer's text. Raises Refused with what is wrong."""
-    record = from_json(line, "the line")
+    record = from_json(line, "the line", nan=True)
     if not isinstance(record, dict):
         raise Refused("not a JSON object")
     record.pop("error", None)  # of an earlier grading
