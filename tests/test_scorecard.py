@@ -213,7 +213,7 @@ def test_a_class_of_ones_own_gets_a_row_and_a_page_and_is_not_run_twice(small, c
     made = sorted((small / "out" / "runs").iterdir())
     (small / "recorded.csv").write_text((small / "runs.csv").read_text())
     assert main(argv) == 0
-    assert "2 of 2 recorded runs came out here to the digit" in capsys.readouterr().out
+    assert "4 of 4 recorded runs came out here to the digit" in capsys.readouterr().out
     assert sorted((small / "out" / "runs").iterdir()) == made
 
 

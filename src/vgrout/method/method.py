@@ -179,11 +179,14 @@ class Method:
         found = monitor.flag_gradients(seen, batch.step)
         M = len(step.direction.V) if step.direction else 1  # modules that have a direction
         assert found.share.shape in ((len(asked), M), (len(asked), 1)), found.share.shape
-        kept: list[bool] = []  # of each row asked about: a rollout of these groups, in their order
-        for group in batch.with_signal:
-            kept += self._kept(group, batch.step)
-        mask = torch.tensor(kept).to(found.of_row)
-        found = replace(found, share=found.share * mask[:, None], of_row=found.of_row * mask)
+        if self.cfg.method.flags_kept < 1:
+            kept: list[
+                bool
+            ] = []  # of each row asked about: a rollout of these groups, in their order
+            for group in batch.with_signal:
+                kept += self._kept(group, batch.step)
+            mask = torch.tensor(kept).to(found.of_row)
+            found = replace(found, share=found.share * mask[:, None], of_row=found.of_row * mask)
         flags = _flags_of_groups([rows[n] for n in asked], found)
         if len(asked) < N:
             share = step.g.new_zeros(N, found.share.shape[1])
