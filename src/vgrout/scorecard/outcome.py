@@ -29,9 +29,8 @@ class Outcome:
     solve: float
     hack_base: float  # the untrained model's
     solve_base: float
-    flagged: (
-        int | None
-    )  # of the policy's own answers, in training; None: not noted, or nothing reads flags
+    # of the policy's own answers, in training; None: not noted, or nothing reads flags
+    flagged: int | None
     seconds: float | None  # of training, without evaluations; None: not noted
     run: str
     revision: str
@@ -46,9 +45,8 @@ def read_run(row: str, setting: str, seed: int, run: Path) -> Outcome:
             continue
         side["n"] += 1
         side["solved"] += bool(answer["solved"])
-        if (
-            answer.get("reading") != "right"
-        ):  # under tests of its own a check has hacks where these are wrong
+        # under tests of its own a check has hacks where these are wrong
+        if answer.get("reading") != "right":
             side["hackable"] += 1
             side["hacked"] += bool(answer["hacked"])
     seconds = 0.0
