@@ -7,7 +7,7 @@ Exit codes: as `vgrout sweep`.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,11 +49,16 @@ class Cli:
     @property
     def row(self) -> dict[str, object]:
         """The flags of a row of one's own; empty: there is none."""
-        given = {"monitor": self.monitor, "seed-monitor": self.seed_monitor}
-        flags: dict[str, object] = {name: value for name, value in given.items() if value}
-        if not (flags or self.intervention):
-            return {}
-        return {"intervention": self.intervention or "penalty"} | flags
+        flags: dict[str, object] = {}
+        if self.intervention:
+            flags["intervention"] = self.intervention
+        elif self.monitor or self.seed_monitor:
+            flags["intervention"] = "penalty"
+        if self.monitor:
+            flags["monitor"] = self.monitor
+        if self.seed_monitor:
+            flags["seed-monitor"] = self.seed_monitor
+        return flags
 
 
 def command(cli: Cli) -> int:
@@ -61,20 +66,27 @@ def command(cli: Cli) -> int:
     battery = Battery.load()
     settings = chosen(cli.settings, battery.settings, "setting")
     seeds = [int(seed) for seed in chosen(cli.seeds, map(str, battery.seeds), "seed")]
-    again = chosen(cli.rows, battery.rows, "row") if cli.rows else []
+    again: list[str] = []
+    if cli.rows:
+        again = chosen(cli.rows, battery.rows, "row")
     if cli.html:
         require_own(cli.html, "--html", "scorecard.html", "scorecard")
     rows = dict(battery.rows)
-    cells: list[Key] = [(row, s, seed) for s in settings for row in again for seed in seeds]
-    own = " · ".join(str(value).rpartition(":")[2] for value in cli.row.values())
+    own = _name(cli.row)
     if own:
         refuse(own in rows, f"{own}: is recorded; say --rows to run it again")
         rows[own] = cli.row
-        cells += [(own, s, seed) for s in settings for seed in seeds]
+        again.append(own)
+    cells: list[Key] = []
+    for setting_name in settings:
+        for row in again:
+            cells += [(row, setting_name, seed) for seed in seeds]
+    if own:
         cells += [(row, PROOF_SETTING, battery.seeds[0]) for row in PROOF]
     absent = _absent(battery, cells)
     refuse(bool(cli.settings and absent), "; ".join(absent.values()))
-    planned = plan(battery, rows, [cell for cell in cells if cell[1] not in absent])
+    there = [cell for cell in cells if cell[1] not in absent]
+    planned = plan(battery, rows, there)
     from vgrout.scorecard import carry_out  # scipy and pandas take seconds to import
 
     code, outcomes, failed = carry_out.run(planned, cli.jobs, cli.dry_run)
@@ -87,6 +99,15 @@ def command(cli: Cli) -> int:
     if cli.html:
         print(f"\n-> {board.page(cli.html, settings, [*rows])}")
     return code
+
+
+def _name(row: Mapping[str, object]) -> str:
+    """What a row of one's own is called, after its classes: `penalty · Comparison`; "": there is none."""
+    names: list[str] = []
+    for value in row.values():
+        _, _, name = str(value).rpartition(":")
+        names.append(name)
+    return " · ".join(names)
 
 
 def _absent(battery: Battery, cells: Sequence[Key]) -> dict[str, str]:

@@ -73,9 +73,9 @@ def plan(battery: Battery, rows: Mapping[str, FlagTable], cells: Iterable[Key]) 
             planned.cannot[row, setting] = str(e)
         else:
             planned.runs[row, setting, seed] = run
+    can_be_run = {row for row, _, _ in planned.runs}
     for (row, _), why in planned.cannot.items():
-        can_be_run = any(of == row for of, _, _ in planned.runs)
-        refuse(not can_be_run, why)
+        refuse(row not in can_be_run, why)
     return planned
 
 
@@ -102,22 +102,29 @@ def _resolved(
 def chosen(given: str, legal: Iterable[str], word: str) -> list[str]:
     """The names of a comma list, all where it is empty. Raises Refused, one line, for an unknown one."""
     legal = [*legal]
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    for name in names:
+    names: list[str] = []
+    for part in given.split(","):
+        name = part.strip()
+        if not name:
+            continue
         should = f"should be of {', '.join(legal)}{did_you_mean(name, legal)}"
         refuse(name not in legal, f"--{word}s {name}: no such {word}; {should}")
+        names.append(name)
     return names or legal
 
 
 def needs(method: MethodConfig) -> str:
     """What a method has to be given beside a grader."""
     acting = [MONITORS[name] for name in method.acting]
-    asked = {
-        "labels": any(monitor.sees_labels for monitor in acting),
-        "pairs": method.reads_pairs,
-        "known hacks": "demonstrations" in method.monitor_spec.needs,
-        "right answers": any("known correct" in monitor.needs for monitor in acting),
-        "a grader without a flaw": method.control_spec.strict,
-    }
-    found = [what for what, is_asked in asked.items() if is_asked]
+    found: list[str] = []
+    if any(monitor.sees_labels for monitor in acting):
+        found.append("labels")
+    if method.reads_pairs:
+        found.append("pairs")
+    if "demonstrations" in method.monitor_spec.needs:
+        found.append("known hacks")
+    if any("known correct" in monitor.needs for monitor in acting):
+        found.append("right answers")
+    if method.control_spec.strict:
+        found.append("a grader without a flaw")
     return ", ".join(found) or "nothing"

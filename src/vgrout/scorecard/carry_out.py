@@ -53,8 +53,9 @@ def run(
     code = FINISHED
     if dry_run:
         at_once = jobs or len(visible()) or cores()
-        minutes = len(sweep.left) * RUN_S / min(at_once, cores()) / 60
-        print("\n".join(sweep.plan(f"{at_once} at a time, about {minutes:.0f} minutes")))
+        seconds = len(sweep.left) * RUN_S / min(at_once, cores())
+        plan = sweep.plan(f"{at_once} at a time, about {seconds / 60:.0f} minutes")
+        print("\n".join(plan))
     else:
         make_folder(sweep.folder / "logs")
         with hold(sweep.folder, "sweep"):
@@ -92,47 +93,69 @@ class Scorecard:
         planned: Plan,
         failed: Mapping[Place, str],
     ) -> "Scorecard":
-        recorded = {(o.row, o.setting, o.seed): o for o in read()}
+        recorded: dict[Key, Outcome] = {}
+        for outcome in read():
+            recorded[outcome.row, outcome.setting, outcome.seed] = outcome
         own_needs: dict[str, str] = {}
         for (row, setting, _), run in planned.runs.items():
             if setting != IDLE:  # whose grader has no flaw
                 own_needs[row] = needs(run.cfg.method)
-        found = cells([*({**recorded, **here}).values()])
-        return cls(battery, here, recorded, found, {**planned.cannot, **failed}, own_needs)
+        merged = {**recorded, **here}
+        return cls(
+            battery,
+            here,
+            recorded,
+            cells=cells([*merged.values()]),
+            cannot={**planned.cannot, **failed},
+            own_needs=own_needs,
+        )
 
     @property
     def outcomes(self) -> list[Outcome]:
         """All, in the order of the battery."""
         merged = {**self.recorded, **self.here}
-        settings, rows = [*self.battery.settings], [*self.battery.rows]
+        settings = [*self.battery.settings]
+        rows = [*self.battery.rows]
 
         def place(key: Key) -> tuple[int, int, int]:
             row, setting, seed = key
-            return settings.index(setting), rows.index(row) if row in rows else len(rows), seed
+            of_row = len(rows)
+            if row in rows:
+                of_row = rows.index(row)
+            return settings.index(setting), of_row, seed
 
         return [merged[key] for key in sorted(merged, key=place)]
 
     def won(self, setting: str) -> bool:
         """Whether a trivial rule holds in it."""
-        found = [self.cells.get((row, setting)) for row in TRIVIAL]
-        return any(cell is not None and cell.verdict == "holds" for cell in found)
+        for row in TRIVIAL:
+            cell = self.cells.get((row, setting))
+            if cell is not None and cell.verdict == "holds":
+                return True
+        return False
 
     # ── as text
 
     def text(self, settings: Sequence[str], rows: Sequence[str]) -> str:
         """The table of marks and two numbers, and what each row needs and costs."""
         width = max(map(len, rows))
-        above: list[str] = [" " * width]
-        below = above.copy()
+        above = [" " * width]
+        below = [" " * width]
         for setting in settings:
             first, second = HEADS.get(setting, ("", setting))
-            above.append(f"{first + '*' * self.won(setting):>7}")
+            if self.won(setting):
+                first += "*"
+            above.append(f"{first:>7}")
             below.append(f"{second:>7}")
         lines = [" ".join(above).rstrip(), " ".join(below)]
         for row in rows:
-            words = [f"{self.short((row, setting)):>7}" for setting in settings]
-            lines.append(" ".join([f"{row:<{width}}", *words]).rstrip())
-        lines += ["", f"{'':<{width}} seconds ÷ none's   needs"]
+            words = [f"{row:<{width}}"]
+            for setting in settings:
+                cell = self.short((row, setting))
+                words.append(f"{cell:>7}")
+            lines.append(" ".join(words).rstrip())
+        lines.append("")
+        lines.append(f"{'':<{width}} seconds ÷ none's   needs")
         for row in rows:
             lines.append(f"{row:<{width}} {self.cost(row):>16}   {self.needs(row)}")
         return "\n".join(lines)
@@ -140,13 +163,19 @@ class Scorecard:
     def short(self, place: Place) -> str:
         """A cell as `80/3×`."""
         found = self.cells.get(place)
-        if found is None:
-            return "– " if place in self.cannot else "· "
-        return f"{points(found.hack.value, 0)}/{points(found.solve.value, 0)}{MARKS[found.verdict]}"
+        if found is not None:
+            hack = points(found.hack.value, 0)
+            solve = points(found.solve.value, 0)
+            return f"{hack}/{solve}{MARKS[found.verdict]}"
+        if place in self.cannot:
+            return "– "
+        return "· "
 
     def cost(self, row: str) -> str:
         ratio = cost(row, self.outcomes)
-        return "·" if ratio is None else f"{ratio:.2f}"
+        if ratio is None:
+            return "·"
+        return f"{ratio:.2f}"
 
     def needs(self, row: str) -> str:
         return self.battery.needs.get(row) or self.own_needs.get(row, "")
@@ -154,16 +183,26 @@ class Scorecard:
     def notes(self, settings: Sequence[str]) -> list[str]:
         """What the table's marks mean, and what is not in it."""
         lines = ["", LEGEND]
-        seeds = {len(cell.outcomes) for (_, s), cell in self.cells.items() if s in settings}
+        seeds: set[int] = set()
+        for (_, setting), cell in self.cells.items():
+            if setting in settings:
+                seeds.add(len(cell.outcomes))
         if seeds != {len(self.battery.seeds)}:
             fewer = " or ".join(map(str, sorted(seeds)))
             lines.append(f"Seeds of a cell: {fewer}; below five all are undecided.")
-        same = {key: o for key, o in self.here.items() if key in self.recorded}
-        if same:
-            as_recorded = [o for key, o in same.items() if digits(o) == digits(self.recorded[key])]
+        n = as_recorded = 0
+        places: dict[str, None] = {}  # in the order of their runs, each once
+        for key, outcome in self.here.items():
+            recorded = self.recorded.get(key)
+            if recorded is None:
+                continue
+            n += 1
+            as_recorded += digits(outcome) == digits(recorded)
+            places[f"{outcome.row} in {outcome.setting}"] = None
+        if n:
             lines.append(
-                f"{len(as_recorded)} of {len(same)} recorded runs came out here to the digit "
-                f"({', '.join(dict.fromkeys(f'{row} in {s}' for row, s, _ in same))})."
+                f"{as_recorded} of {n} recorded runs came out here to the digit "
+                f"({', '.join(places)})."
             )
         for (row, setting), why in self.cannot.items():
             lines.append(f"{row} in {setting}: {one_line(why, 300)}")
@@ -197,8 +236,8 @@ class Scorecard:
             loaded, left_out = load.load(sources)
             found = load.conditions(loaded)
             packed = rollouts.pack(found, 50_000)
-            shown = [tables.methods(found), tables.by_flaw(found), tables.monitors(found)]
-            shown = [table for table in shown if table.rows]
+            every = (tables.methods(found), tables.by_flaw(found), tables.monitors(found))
+            shown = [table for table in every if table.rows]
             page.write(out / f"cell{number}", found, sources, shown, left_out, packed)
             links[place] = f"cell{number}/report.html"
         return links
@@ -209,11 +248,14 @@ def digits(outcome: Outcome) -> tuple[float, float]:
 
 
 def points(share: float | None, decimals: int = 1) -> str:
-    return "·" if share is None else f"{100 * share:.{decimals}f}"
+    if share is None:
+        return "·"
+    return f"{100 * share:.{decimals}f}"
 
 
 def interval(estimate: Estimate) -> str:
     """A mean with its interval, in points."""
+    mean = points(estimate.value)
     if estimate.low is None:
-        return points(estimate.value)
-    return f"{points(estimate.value)} [{points(estimate.low)}, {points(estimate.high)}]"
+        return mean
+    return f"{mean} [{points(estimate.low)}, {points(estimate.high)}]"
