@@ -58,7 +58,6 @@ adversaries | containment)
     warm
     builds "77 78 79 80"
     ;;
-cold) for seed in 77 78 79 80; do organism "out/organism$seed" "$seed"; done ;;
 attempts) builds "86 87 88 89" --hack-stub 0 ;;
 rules)
     warm
@@ -75,16 +74,10 @@ scorecard)
     done
     ;;
 look-alike) look_alike ;;
-shown-test)
-    builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
-    ;;
-abstain | pretrained | pretrained-more | pretrained-labels)
+pretrained | pretrained-more | pretrained-labels)
     test -e out/models/smollm2 || uv run vgrout download smollm2
     seeds="201 202 203"
-    case $1 in
-    abstain) seeds="202" ;;
-    pretrained-*) seeds="204 205 206 207 208" ;;
-    esac
+    if [[ $1 = pretrained-* ]]; then seeds="204 205 206 207 208"; fi
     for seed in $seeds; do
         test -e "out/organisms/smollm2-$seed" ||
             uv run vgrout organism tune --seed "$seed" --out "out/organisms/smollm2-$seed"

@@ -239,13 +239,15 @@ def import_function(name: str, flag: str, form: str = "module:function") -> Call
         if not callable(function):
             raise TypeError("it is not a function")
     except (Exception, SystemExit) as e:
-        how = f"give {form}"
+        how = ""
         if module.endswith(".py"):
             as_module = module.removesuffix(".py").replace("/", ".").lstrip(".")
-            how += f", here {as_module}:{attribute}"
+            how = f"; give {form}, here {as_module}:{attribute}"
+        elif not attribute:
+            how = f"; give {form}"
         elif isinstance(e, ModuleNotFoundError) and e.name == module.partition(".")[0]:
-            how = f"searched: {Path.cwd()}, and what is installed"
-        raise Refused(f"{flag} {name}: cannot be imported ({in_one_line(e)}); {how}") from e
+            how = f"; searched: {Path.cwd()}, and what is installed"
+        raise Refused(f"{flag} {name}: cannot be imported ({in_one_line(e)}){how}") from e
     return function
 
 
