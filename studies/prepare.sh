@@ -54,7 +54,7 @@ warm)
     fi
     warm "${@:2}"
     ;;
-adversaries | containment)
+containment)
     warm
     builds "77 78 79 80"
     ;;

@@ -1,5 +1,6 @@
 """The documents say what is there: links, commands, flags, columns, the numbers of tables."""
 
+import csv
 import importlib.util
 import re
 import runpy
@@ -205,10 +206,24 @@ def test_every_key_of_rollouts_is_explained():
     assert sandbox == programs
 
 
-@cache
-def recall():
-    """What docs/figures/recall.py defines, without drawing."""
-    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "figures" / "recall.py")))
+def read(*names):
+    """The recorded runs of docs/runs/NAME.csv."""
+    rows = []
+    for file in names:
+        rows += csv.DictReader(text(ROOT / "docs" / "runs" / f"{file}.csv").splitlines())
+    return rows
+
+
+def share(counts):
+    """A share over all counts "k/n", in percent."""
+    found = [count.split("/") for count in counts if count]
+    return 100 * sum(int(k) for k, _ in found) / sum(int(n) for _, n in found)
+
+
+def unknown_hack(run):
+    """The hack rate of the deployed model by the flaws that the monitor has no labels of, %."""
+    rates = {m: run.get(f"hack_deploy_{m}") for m in MODES if m != known_flaw(run)}
+    return mean(100 * float(rate) for rate in rates.values() if rate)
 
 
 def runs_of(rows, intervention, *named, control="none"):
@@ -228,80 +243,38 @@ def known_flaw(run):
     return found.group(1) if found else ""
 
 
-def test_the_numbers_of_the_tables_are_means_of_recorded_runs():
-    make = recall()
-    shown = make.read("containment-start", "containment-probe", "containment-twin")
-    routing, attempts = make.read("containment-routing"), make.read("attempts", "attempts-builds")
-
-    def line(start):
-        table = text(docs("results")).partition("## From a policy")[2].partition("\n## ")[0]
-        (found,) = [x for x in table.splitlines() if x.startswith(f"| {start}")]
-        return found
+def test_the_older_claims_on_policies_that_hack_are_means_of_recorded_runs():
+    start, routing, probe = (read(f"containment-{n}") for n in ("start", "routing", "probe"))
+    attempts = read("attempts", "attempts-builds")
+    page = text(docs("results")).partition("## Policies that hack already")[2].partition("\n## ")[0]
+    labels, fitted = "monitor=labels", ("monitor=online_probe", "seed_monitor=labels")
 
     def means(runs):
-        return (
-            f"{mean(map(make.unknown_hack, runs)):.1f}",
-            f"{100 * mean(float(r['solve_deploy']) for r in runs):.1f}",
-        )
+        solve = 100 * mean(float(r["solve_deploy"]) for r in runs)
+        return f"{mean(map(unknown_hack, runs)):.1f}", f"{solve:.1f}", str(len(runs))
 
-    labels, seed = "monitor=labels", "seed_monitor=labels"
-    probe = "monitor=online_probe", seed
-    penalised = runs_of(shown, "penalty", labels)
-    known, of_screen, of_route2 = (
-        [r for r in penalised if known_flaw(r) in ("run_tests", "exit_code")],
-        runs_of(routing, "screen", labels),
-        runs_of(routing, "route2", labels),
-    )
     rows = {
-        "learnt from: `none`": (runs_of(shown, "none"), runs_of(attempts, "none")),
-        "left out: `screen`": (of_screen, []),
-        "routed: `route2`": (of_route2, []),
-        "rewarded less: `penalty`": (
-            penalised,
-            runs_of(attempts, "penalty", labels),
-        ),
-        "rewarded less | linear probe": (
-            runs_of(shown, "penalty", *probe),
-            runs_of(attempts, "penalty", *probe),
-        ),
-        "rewarded less | the same, fitted on a weak": (
-            runs_of(make.read("adversaries"), "penalty", "monitor=online_probe"),
-            [],
-        ),
-        "rewarded less | `twin`": (runs_of(shown, "penalty", "monitor=twin"), []),
-        "(grader without a flaw)": (
-            runs_of(shown, "none", control="no_loophole"),
-            runs_of(attempts, "none", control="no_loophole"),
-        ),
+        "learnt from: `none`": runs_of(start, "none"),
+        "left out: `screen`": runs_of(routing, "screen", labels),
+        "routed: `route2`": runs_of(routing, "route2", labels),
+        "rewarded less: `penalty` | labels": runs_of(start, "penalty", labels),
+        "rewarded less: `penalty` | linear probe": runs_of(probe, "penalty", *fitted),
+        "(grader without a flaw)": runs_of(start, "none", control="no_loophole"),
     }
-    for start, (runs, with_attempts) in rows.items():
-        _, _, _, found, false_flags, hack, solve, n, other, _ = map(
-            str.strip, line(start).split("|")
-        )
-        assert (hack.split()[0], solve, n) == (*means(runs), str(len(runs))), start
-        assert other == (means(with_attempts)[0] if with_attempts else ""), start
-        flagged = [make.unknown_recall(r) for r in runs]
-        assert found == ("" if None in flagged else f"{mean(flagged):.0f}"), start
-        if found and found != "0":
-            rates = [make.share([r["flagged_solved"]]) for r in runs]
-            assert false_flags == f"{mean(rates):.1f}", start
-
-    def of_known(runs):
-        return f"{100 * mean(float(r[f'hack_deploy_{known_flaw(r)}']) for r in runs):.1f}"
-
-    page = text(docs("results"))
-    assert f"{of_known(of_screen)} % of answers (`screen`) and {of_known(of_route2)} % (`r" in page
-    hack, solve = means(known)
-    assert f"the 20 runs with one of the same two flaws known leave {hack} % of hacks" in page
-    assert f"solve {solve} %, and hack {of_known(known)} % by the known flaw" in page
-    cells = [" / ".join(means(runs)) for runs in (runs_of(shown, "none"), of_route2, of_screen)]
-    said = f"({cells[0]}, with `route2` {cells[1]}) or by leaving it out ({cells[2]})"
-    assert said in text(README)
+    for row, runs in rows.items():
+        (found,) = [x for x in page.splitlines() if x.startswith(f"| {row}")]
+        hack, solve, n = (cell.split()[0] for cell in found.split("|")[3:6])
+        assert (hack, solve, n) == means(runs), row
+    leaves = [means(runs_of(attempts, "penalty", *by))[0] for by in (fitted, (labels,))]
+    plain = means(runs_of(attempts, "none"))[0]
+    ceiling = means(runs_of(attempts, "none", control="no_loophole"))[0]
+    assert "leaves {} % of unknown hacks, by labels of one flaw {}".format(*leaves) in page
+    assert f"plain GRPO {plain}, the ceiling {ceiling}" in page
 
 
 def test_the_numbers_with_demonstrations_are_of_recorded_runs():
-    make, page = recall(), text(docs("results"))
-    toy, small = make.read("axes", "arms-baselines"), make.read("pretrained")
+    page = text(docs("results"))
+    toy, small = read("axes", "arms-baselines"), read("pretrained")
     best = "vhack_refresh_every=0 gate_vote=rollout gate_modules=apart rollout_ablate_frac=1.0 quarantine=block:3"
 
     def means(rows, arm, control="none", settings=""):
@@ -321,12 +294,8 @@ def test_the_numbers_with_demonstrations_are_of_recorded_runs():
         "`none`": means(axes, "none"),
         "`none`, nothing demonstrated (five seeds)": means(toy, "none", settings="mix_ratio=0.0"),
         "`route2`": means(axes, "route2", settings=f"{best} rebaseline=True"),
-        "`screen`, labels of all flaws": means(
-            make.read("axes"), "screen", settings="monitor=labels"
-        ),
-        "`penalty`, labels of all flaws": means(
-            make.read("axes"), "penalty", settings="monitor=labels"
-        ),
+        "`screen`, labels of all flaws": means(read("axes"), "screen", settings="monitor=labels"),
+        "`penalty`, labels of all flaws": means(read("axes"), "penalty", settings="monitor=labels"),
     }
     table = page.partition("## With demonstrations")[2].partition("\n## ")[0]
     for name, (hack, solve, _) in rows.items():
@@ -339,7 +308,7 @@ def test_the_numbers_with_demonstrations_are_of_recorded_runs():
     assert (f"ends at {hack} / {solve} (three seeds)" in table, runs) == (True, "3")
 
     readme = text(README)
-    usual, sums = "pairs by each flaw", make.read("sums")
+    usual, sums = "pairs by each flaw", read("sums")
     for world, of, settings in (("programs", small, usual), ("sums", sums, "")):
         plain, routed = means(of, "none"), means(of, "route2", settings=settings)
         assert (plain[2], routed[2]) == ("6", "6")
@@ -474,7 +443,7 @@ TABLES = {
 def test_a_table_of_bases_is_of_recorded_runs(mark):
     files, arms, bases = TABLES[mark]
     shown = text(docs("results")).partition(f"<!-- {mark} -->")[2].partition("\n\n")[0]
-    made = pretrained_lines(recall().read(*files), arms, bases)
+    made = pretrained_lines(read(*files), arms, bases)
     if arms is FURTHER:  # which has no column of means
         cells = [[cell.strip() for cell in line.strip("|").split("|")][:6] for line in made]
         made = [f"| {' | '.join(of_base)} |".replace("|  ", "| ") for of_base in cells]
@@ -489,7 +458,7 @@ def test_the_hacks_of_flaws_that_were_not_demonstrated():
         * mean(
             float(r[f"hack_deploy_{m}"]) for m in ("eq_override", "stdout_marker", "file_marker")
         )
-        for r in recall().read("pretrained")
+        for r in read("pretrained")
         if bare(r) == three
     }
     fall = f"the other three fall from {left['none']:.1f} to {left['route2']:.1f} %"
@@ -498,7 +467,7 @@ def test_the_hacks_of_flaws_that_were_not_demonstrated():
 
 def test_the_table_of_label_quality_is_of_recorded_runs():
     found = {}
-    for row in recall().read("label-quality"):
+    for row in read("label-quality"):
         settings = dict(setting.split("=") for setting in row["settings"].split())
         flagged = f"{100 * float(settings.get('label_recall', 1)):.0f} %"
         wrongly = f"{100 * float(settings.get('label_false_flags', 0)):.0f} %"
@@ -522,52 +491,30 @@ def test_the_table_of_look_alike_hacks_is_of_recorded_runs():
 
 
 def test_the_table_of_rules_is_of_recorded_flags():
-    make, page = recall(), text(docs("results"))
-    monitors, styles = make.read("shadow-monitors"), make.read("shadow-styles")
-
-    def percent(of, column):
-        return "" if not of else f"{make.share([r[c] for r in of for c in column(r)]):.1f}"
-
-    def unlabelled(row):
-        return [f"flagged_{m}" for m in MODES[:7] if m not in row["known_modes"].split(",")]
-
-    table = page.partition("## Trivial rules")[2].partition("##")[0]
-    lines = re.findall(r"^\| `(\w+)`(.*)\|$", table, re.MULTILINE)
-    assert len(lines) == 4
+    page = text(docs("results")).partition("**The claim about the probe")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| `(\w+)`(.*)\|$", page, re.MULTILINE)
+    assert len(lines) == 3
     for monitor, rest in lines:
-        cells = [cell.strip() for cell in rest.split("|")[2:]]
-        want, unseen = [], []
+        want = []
         for kind in ("_warm", "_warm86"):
-            read, of_styles = (
-                [r for r in rows if r["monitor"] == monitor and r["run"].endswith(kind)]
-                for rows in (monitors, styles)
-            )
-            want += [percent(read, unlabelled), percent(read, lambda _: ["flagged_solved"])]
-            unseen.append(
-                percent([r for r in of_styles if r["unseen"] == "True"], lambda _: ["flagged"])
-            )
-        shown = " · ".join(f"{float(x):.0f}" for x in unseen if x)
-        assert cells == [*want, shown], monitor
-    runs = [
-        r for r in make.read("rules") if r["run"].endswith("_warm86") and "syntax_edge" in r["run"]
-    ]
+            of = [
+                r
+                for r in read("shadow-monitors")
+                if r["monitor"] == monitor and r["run"].endswith(kind)
+            ]
+            hacks = [
+                r[f"flagged_{m}"]
+                for r in of
+                for m in MODES[:7]
+                if m not in r["known_modes"].split(",")
+            ]
+            want += [f"{share(hacks):.1f}", f"{share(r['flagged_solved'] for r in of):.1f}"]
+        assert [cell.strip() for cell in rest.split("|")[2:]] == want, monitor
+    runs = [r for r in read("rules") if r["run"].endswith("_warm86") and "syntax_edge" in r["run"]]
     hack, solve = (
         100 * mean(float(r[f"{what}_deploy"]) for r in runs) for what in ("hack", "solve")
     )
     assert f"leaves {hack:.1f} / {solve:.1f}" in page
-
-
-def test_the_claims_on_recall_are_of_recorded_runs():
-    make = recall()
-    rows = [r for r in make.read(*next(iter(make.PANELS.values()))) if r["control"] == "none"]
-
-    found = [
-        make.unknown_hack(r)
-        for r in rows
-        if r["arm"] == "penalty" and (make.unknown_recall(r) or 0) >= 60
-    ]
-    said = f"leaves 3 % or less in {sum(x <= 3 for x in found)} of {len(found)} runs"
-    assert said in text(docs("results")), said
 
 
 def test_readmes_own_task_is_the_example():
