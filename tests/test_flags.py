@@ -1,12 +1,11 @@
-"""No flag is idle: `train` with two values of each gives two different runs, or two different plans.
+"""No flag is idle: `train` with it and without gives two different runs, or two different plans.
 
-Every flag of flags.txt has an entry here. A run is seen by its rows, rollouts, final answers, adapter and file names; a
+Every flag has an entry here. A run is seen by its rows, rollouts, final answers, adapter and file names; a
 plan by what --dry-run prints.
 """
 
 import hashlib
 import json
-import re
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -67,11 +66,11 @@ OWN_REWARD = [*ALONE, "--reward=flags_reward:f"]
 
 @dataclass(frozen=True)
 class Run:
-    """Two runs."""
+    """Two runs: with this value, and with the other one, or without the flag."""
 
     base: list[str]
-    a: str
-    b: str
+    value: str
+    other: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,125 +83,98 @@ class Watch(Run):
     """The guard of two command lines, on a series in which held-out falls while in-loop rises."""
 
 
-def both(base, name, a, b):
-    return Run(base, f"{name}={a}", f"{name}={b}")
-
-
 LATE = [*NONE, "--guard=log", "--eval-ablate-every=1", "--steps=40"]
 GUARD = [*LATE, "--guard-warmup=0"]
 FLAGS = {
-    "--adam-beta1": Run(NONE, "0.5", "0.1"),
-    "--adam-beta2": Run(NONE, "0.9", "0.5"),
-    "--adv-tau": Run(NONE, "1", "0.5"),
-    "--beta": Run(NONE, "0", "0.1"),
-    "--checkpoint-every": Run(NONE, "25", "1"),
-    "--checkpoint-keep": Run([*NONE, "--checkpoint-every=1"], "1", "2"),
-    "--compile-reward": Run(NONE, "0.1", "0.3"),
-    "--control": Run(NONE, "none", "no_loophole"),
-    "--decline-patience": Watch(GUARD, "3", "9"),
-    "--dppo-diff-high": Run([*NONE, "--loss=dppo_tv"], "0.2", "0"),
-    "--dppo-diff-low": Run([*NONE, "--loss=dppo_tv"], "0.2", "0"),
-    "--dtype": Run(NONE, "fp32", "bf16"),
-    "--echo-trap-enabled": Run(NONE, "no", "yes"),
-    "--echo-trap-threshold": Run([*NONE, "--echo-trap-enabled"], "0.6", "0.001"),
-    "--ema-alpha": Watch(GUARD, "0.9", "0.1"),
-    "--env-mode": Run(ALONE, "own", "exit_code"),
-    "--eval-ablate-every": Run([*NONE, "--eval-n-prompts=1"], "0", "1"),
+    "--checkpoint-every": Run(NONE, "1"),
+    "--checkpoint-keep": Run([*NONE, "--checkpoint-every=1"], "1"),
+    "--compile-reward": Run(NONE, "0.3"),
+    "--control": Run(NONE, "no_loophole"),
+    "--decline-patience": Watch(GUARD, "9"),
+    "--dtype": Run(NONE, "bf16"),
+    "--ema-alpha": Watch(GUARD, "0.1"),
+    "--env-mode": Run(ALONE, "exit_code"),
     "--eval-n-prompts": Plan([*NONE, "--eval-ablate-every=1"], "1", "2"),
-    "--final-n-prompts": Run(NONE, "1", "2"),
-    "--final-samples": Run(NONE, "1", "2"),
-    "--gate-mode": Run(ERASE, "one_sided", "no_gate"),
-    "--gate-modules": Run(GATE, "all", "apart"),
-    "--gate-vote": Run(GATE, "module", "rollout"),
-    "--grad-clip": Run(NONE, "10", "0.0000001"),
-    "--group": Run(NONE, "4", "6"),
+    "--final-n-prompts": Run(NONE, "2"),
+    "--final-samples": Run(NONE, "2"),
+    "--gate-mode": Run(ERASE, "no_gate"),
     "--guard": Plan(NONE, "off", "log"),
     "--guard-halt-on": Plan(
         [*NONE, "--guard=halt", "--eval-ablate-every=1", "--steps=40"], "gap", "streak,gap"
     ),
     "--guard-warmup": Watch(LATE, "0", "30"),
-    "--intervention": Run(["--vhack-refresh-every=0"], "erase", "route"),
-    "--kl-hard-stop": Watch(GUARD, "0.08", "0.01"),
-    "--known-correct": Run(PROBE, "{known}", "{half_known}"),
-    "--known-hacks-teacher-only": Run(GATE, "no", "yes"),
-    "--known-modes": Run([*LABELS, "--prompts-per-step=2"], "", "exit_code"),
-    "--label-false-flags": Run(LABELS, "0", "1"),
-    "--flags-kept": Run(LABELS, "1", "0"),
-    "--loss": Run(NONE, "grpo", "icepop"),
-    "--lr": Run(NONE, "0.03", "0.01"),
-    "--max-new": Run(NONE, "128", "20"),
-    "--max-proxy-real-gap": Watch(GUARD, "0.1", "0.5"),
-    "--mix-ratio": Run(NONE, "0.5", "0.25"),
-    "--memory-gib": Plan(NONE, "0", "0.01"),
+    "--kl-hard-stop": Watch(GUARD, "0.01"),
+    "--known-correct": Run(PROBE, "{half_known}"),
+    "--label-false-flags": Run(LABELS, "1"),
+    "--lr": Run(NONE, "0.01"),
+    "--max-new": Run(NONE, "20"),
+    "--max-proxy-real-gap": Watch(GUARD, "0.5"),
+    "--memory-gib": Plan(NONE, "0.01"),
+    "--mix-ratio": Run(NONE, "0.25"),
     "--model": Plan([*ALONE, "--problems={problems}"], "{model}", "{other_model}"),
-    "--monitor": Run(GATE[:1], "labels", "detector"),
-    "--monitor-quantile": Run([*PROBE, "--prompts-per-step=2"], "1", "0.5"),
-    "--n-problems": Run(ALONE, "1000", "3"),
+    "--n-problems": Run(ALONE, "3"),
     "--organism": Plan(NONE, "{organism}", "{other_organism}"),
-    "--out-tag": Plan(NONE, "", "_tag"),
-    "--pass-reward": Run(NONE, "1", "2"),
-    "--penalty": Run(LABELS, "None", "0.3"),
-    "--placebo-pairs": Run([*ERASE, "--control=placebo"], "flawed", "long"),
-    "--preserve-magnitude": Run(ERASE, "yes", "no"),
+    "--out-tag": Plan(NONE, "_tag"),
+    "--pass-reward": Run(NONE, "2"),
+    "--penalty": Run(LABELS, "0.3"),
+    "--placebo-pairs": Run([*ERASE, "--control=placebo"], "long"),
+    "--preserve-magnitude": Run(ERASE, "no"),
     "--problems": Plan([*ALONE, "--model={model}"], "{problems}", "{half_problems}"),
-    "--project-overshoot": Run([*ERASE, "--no-preserve-magnitude"], "1", "2"),
-    "--prompts-per-step": Run(NONE, "1", "2"),
-    "--quarantine": Run(GATE[:-1], "shared", "block:2"),
-    "--random-flags": Run(LABELS, "no", "yes"),
-    "--rebaseline": Run(["--intervention=route2", "--monitor=labels", "--group=8"], "no", "yes"),
-    "--report-detectors": Run(NONE, "", "E"),
-    "--reward": Plan(ALONE, "", "flags_reward:f"),
-    "--reward-hack-detector": Run(NONE, "", "info_rm"),
+    "--project-overshoot": Run([*ERASE, "--no-preserve-magnitude"], "2"),
+    "--random-flags": Run(LABELS, "yes"),
+    "--report-detectors": Run(NONE, "E"),
+    "--reward": Plan(ALONE, "flags_reward:f"),
+    "--reward-hack-detector": Run(NONE, "info_rm"),
     "--reward-passes-at": Run(OWN_REWARD, "0.4", "1"),
     "--rm-ensemble-members": Run(
         [*NONE, "--reward-hack-detector=rm_ensemble"],
         "flags_reward:g,flags_reward:h",
         "flags_reward:g,flags_reward:g",
     ),
-    "--rollout-ablate-frac": Run([*GATE[:-2], "--steps=3", "--lr=10"], "0", "1"),
-    "--route2-random-v-seed": Run(ERASE, "None", "3"),
-    "--save-eval-ckpts": Run([*NONE, "--eval-ablate-every=1", "--eval-n-prompts=1"], "yes", "no"),
-    "--seed": Run(NONE, "41", "42"),
-    "--seed-monitor": Run(PROBE, "labels", "detector"),
-    "--shadow": Run(NONE, "", "labels"),
-    "--steps": Run(NONE, "2", "3"),
-    "--teacher-model": Run(NONE, "", "organism --teacher-tau=0.5"),
-    "--teacher-modes": Run([*NONE, "--prompts-per-step=3"], "", "exit_code"),
-    "--teacher-off-step": Run(NONE, "None", "1"),
-    "--teacher-pool-dir": Run(NONE, "organism", ""),
-    "--teacher-tau": Run([*NONE, "--teacher-model=organism", "--lr=3"], "0.5", "1"),
-    "--temperature": Run(ALONE, "0.7", "1.5"),
+    "--route2-random-v-seed": Run(ERASE, "3"),
+    "--save-eval-ckpts": Run([*NONE, "--eval-ablate-every=1", "--eval-n-prompts=1"], "no"),
+    "--seed": Run(NONE, "42"),
+    "--teacher-model": Run(NONE, "organism --teacher-tau=0.5"),
+    "--teacher-modes": Run([*NONE, "--prompts-per-step=3"], "exit_code"),
+    "--teacher-off-step": Run(NONE, "1"),
+    "--teacher-pool-dir": Run([*NONE, "--mix-ratio=0.5"], ""),
     "--test-problems": Plan(
-        [*ALONE, "--model={model}", "--problems={half_problems}"], "", "{other_half}"
+        [*ALONE, "--model={model}", "--problems={half_problems}"], "{other_half}"
     ),
-    "--top-k": Run([*ALONE, "--temperature=1.5"], "20", "2"),
-    "--top-p": Run([*ALONE, "--temperature=1.5"], "1", "0.3"),
-    "--unannounced-modes": Run(ALONE, "", "exit_code"),
-    "--unbiased": Run(NONE, "yes", "no"),
-    "--v-hack-drop-bottom-frac": Run(ERASE, "0.25", "0.9"),
-    "--v-hack-extract-top-k": Run(ERASE, "12", "6"),
-    "--v-hack-k": Run(ERASE, "5", "1"),
-    "--v-hack-path": Run(ERASE, "None", "{direction} --v-hack-extract-top-k=6"),  # the file's
-    "--v-hack-tau-axis": Run(ERASE, "0", "0.9"),
-    "--vhack-pairs-path": Run(ERASE, "{pairs}", "{other_pairs}"),
-    "--vhack-refresh-every": Run([ERASE[0], "--lr=10"], "0", "1"),
-    "--warmup-frac": Run(NONE, "0.1", "1"),
-    "--weight-decay": Run(NONE, "0", "1"),
+    "--v-hack-drop-bottom-frac": Run(ERASE, "0.9"),
+    "--v-hack-extract-top-k": Run(ERASE, "6"),
+    "--v-hack-k": Run(ERASE, "1"),
+    "--v-hack-path": Run(ERASE, "{direction} --v-hack-extract-top-k=6"),  # the file's
+    "--v-hack-tau-axis": Run(ERASE, "0.9"),
+    "--vhack-pairs-path": Run(ERASE, "{pairs}"),
 }
 
 
-HELD = {  # those that have tests of their own
-    "test_faults.py": "--echo-trap-halt --max-error-retries",
+HELD = {  # those whose effect other tests show
+    "runs.py": (  # golden runs
+        "--beta --gate-modules --gate-vote --group --intervention --known-modes --loss --monitor --monitor-quantile "
+        "--prompts-per-step --quarantine --rebaseline --rollout-ablate-frac --seed-monitor --steps "
+        "--vhack-refresh-every"
+    ),
+    "test_faults.py": "--echo-trap-enabled --echo-trap-halt --echo-trap-threshold --max-error-retries",
     "test_flags.py": "--allow-weak-sandbox --columns --reward-hack-halt --threads",
+    "test_gates.py": "--known-hacks-teacher-only",
+    "test_grpo.py": "--dppo-diff-high --dppo-diff-low",
+    "test_labels.py": "--flags-kept",
     "test_llm_judge.py": "--llm-judge-max-new --llm-judge-model --llm-judge-prompt --llm-judge-timeout --llm-judge-url",
+    "test_losses.py": "--adv-tau --teacher-tau --unbiased",
+    "test_optim.py": "--adam-beta1 --adam-beta2 --grad-clip --warmup-frac --weight-decay",
     "test_problems.py": "--marker-names",
     "test_run_dir.py": "--output-dir",
+    "test_sampler.py": "--temperature --top-k --top-p",
+    "test_shadow.py": "--shadow",
     "test_shards.py": "--tensor-parallel",
     "test_text_env.py": "--env --reference",
     "test_thinking.py": "--llm-judge-thoughts --thinking",
     "test_tracking.py": "--track",
-    "test_train.py": "--dry-run --preserve-thinking --resume",
+    "test_train.py": "--dry-run --eval-ablate-every --preserve-thinking --resume",
     "test_trust.py": "--trust-code",
+    "test_unannounced.py": "--unannounced-modes",
     "test_verifiers.py": "--env-args",
 }
 
@@ -212,27 +184,33 @@ def test_every_flag_has_an_entry():
     assert sorted([*FLAGS, *held]) == flag_names()
     for file, names in HELD.items():
         text = Path(__file__).with_name(file).read_text()
-        assert [name for name in names.split() if name not in text] == [], file
+        for name in names.split():
+            assert name in text or name[2:].replace("-", "_") in text, (file, name)
 
 
-PLAIN = {
-    name: entry for name, entry in FLAGS.items() if not re.search(r"[{]|flags_reward", f"{entry}")
-}
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_what_is_typed_beside_resume_is_the_runs_or_refused(name):
+@pytest.mark.parametrize(
+    ("typed", "of_run"),
+    [
+        ("--lr=0.03", "--lr=0.01"),
+        ("--unbiased", "--no-unbiased"),
+        ("--teacher-modes=exit_code", "--teacher-modes="),
+        ("--checkpoint-every=25", "--checkpoint-every=1"),
+        ("--guard=log", "--guard=off"),
+    ],
+)
+def test_what_is_typed_beside_resume_is_the_runs_or_refused(typed, of_run):
     """At its preset's default, too. What may differ is taken, what is not typed is the run's."""
-    words, of_run = lines_of(name, PLAIN[name], {})
-    stored = from_dict(resolve(of_run).as_dict())
-    given = resolve([*words, "--resume=x"])
+    name = typed.removeprefix("--").partition("=")[0]
+    setting = name.replace("-", "_")
+    line = [*SMALL, *NONE, of_run]
+    stored = from_dict(resolve(line).as_dict())
+    given = resolve([*SMALL, *NONE, typed, "--resume=x"])
     cfg, differing = resumed(given, stored)
-    setting = name.removeprefix("--").replace("-", "_")
     assert (name in " ".join(differing)) == (setting not in FREE), differing
     (group,) = [g for g in GROUPS if hasattr(getattr(cfg, g), setting)]
     taken = given if setting in FREE else stored
     assert getattr(getattr(cfg, group), setting) == getattr(getattr(taken, group), setting)
-    assert resumed(resolve([*of_run, "--resume=x"]), stored) == (stored, [])
+    assert resumed(resolve([*line, "--resume=x"]), stored) == (stored, [])
 
 
 @pytest.fixture(scope="module")
@@ -273,8 +251,7 @@ def files(tmp_path_factory, shared_run):
         "organism": str(embedded.DATA_DIR),
         "other_organism": str(home / "other_organism"),
         "direction": str(home / "direction.safetensors"),
-        "pairs": str(embedded.PAIRS_DIR / "run_tests.json"),
-        "other_pairs": str(embedded.PAIRS_DIR / "exit_code.json"),
+        "pairs": str(embedded.PAIRS_DIR / "exit_code.json"),
         "known": str(embedded.KNOWN_CORRECT),
         "half_known": str(home / "half_known.json"),
     }
@@ -286,11 +263,10 @@ def lines_of(name, entry, files):
     def line(value):
         first, *more = value.split(" --")
         given = {"yes": name, "no": f"--no-{name[2:]}"}.get(first, f"{name}={first}")
-        return [
-            word.format(**files) for word in (*SMALL, *entry.base, given, *(f"--{m}" for m in more))
-        ]
+        return [given, *(f"--{m}" for m in more)]
 
-    return [line(entry.a), line(entry.b)]
+    both = line(entry.value), line(entry.other) if entry.other else []
+    return [[word.format(**files) for word in (*SMALL, *entry.base, *own)] for own in both]
 
 
 def seen(path):
@@ -321,13 +297,7 @@ def verdicts(argv):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FLAGS)
-def test_two_values_of_a_flag_make_a_difference(
-    name,
-    files,
-    shared_run,
-    capsys,
-    monkeypatch,
-):
+def test_a_flag_makes_a_difference(name, files, shared_run, capsys, monkeypatch):
     entry = FLAGS[name]
     monkeypatch.syspath_prepend(files["home"])
     a, b = lines_of(name, entry, files)
@@ -338,7 +308,7 @@ def test_two_values_of_a_flag_make_a_difference(
             one, other = verdicts(a), verdicts(b)
         case _:
             one, other = seen(shared_run(*a)), seen(shared_run(*b))
-    assert one != other, f"{name} is idle: {entry.a} and {entry.b} make no difference"
+    assert one != other, f"{name} is idle: {entry}"
 
 
 @pytest.mark.long
@@ -383,7 +353,10 @@ def test_threads_are_torchs(shared_run, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("given", "own"), [([], "fp32"), (["--dtype=bf16"], "bf16")])
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [pytest.param([], "fp32", marks=pytest.mark.slow), (["--dtype=bf16"], "bf16")],
+)
 def test_a_resumed_run_goes_on_in_its_own_dtype(
     given,
     own,
@@ -422,7 +395,9 @@ def test_a_change_that_rounding_swallows_is_a_warning_once(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("apart", "warned"), [(2.0, 1), (-2.0, 0)])
+@pytest.mark.parametrize(
+    ("apart", "warned"), [(2.0, 1), pytest.param(-2.0, 0, marks=pytest.mark.slow)]
+)
 def test_a_direction_that_hardly_separates_is_a_warning_once(
     apart,
     warned,

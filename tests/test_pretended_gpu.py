@@ -107,8 +107,13 @@ def waiting(gpu, m):
     return of
 
 
+# one that projects, one with a gate and a quarantine, one whose monitor reads the model's states
+LONG = ("erase", "route2", "route2-online-probe")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*ARMS, *PAIRS) if name not in LONG]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("method", [*ARMS, *PAIRS])
+@pytest.mark.parametrize("method", [*LONG, *SLOW])
 def test_a_run(method, tmp_path, shared_run, monkeypatch):
     """Through the decoder of large models, the direction extracted and evaluated on the way. Rewards are the CPU's."""
     argv = flags(
@@ -149,7 +154,9 @@ def test_a_run_that_is_stopped_and_resumed(tmp_path, shared_run):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["distill-minillm", "distill-uld", "dpo"])
+@pytest.mark.parametrize(
+    "name", ["distill-minillm", "dpo", pytest.param("distill-uld", marks=pytest.mark.slow)]
+)
 def test_imitation(name, tmp_path):
     with pretended_gpu():
         made = imitate(tmp_path, *IMITATIONS[name])

@@ -42,16 +42,17 @@ class Raises(Never):
 """
 
 
-@pytest.fixture(scope="module")
-def whole():
-    """The battery with its first seed, planned."""
+def planned_in(found, settings):
+    """Every row's runs in these settings, with the battery's first seed."""
+    return plan(
+        found, found.rows, [(row, s, found.seeds[0]) for s in settings for row in found.rows]
+    )
+
+
+@pytest.mark.long
+def test_every_row_can_be_run_in_every_setting_and_a_run_of_two_cells_once():
     found = Battery.load()
-    keys = [(row, s, found.seeds[0]) for s in found.settings for row in found.rows]
-    return found, plan(found, found.rows, keys)
-
-
-def test_every_row_can_be_run_in_every_setting_and_a_run_of_two_cells_once(whole):
-    found, planned = whole
+    planned = planned_in(found, found.settings)
     assert planned.cannot == {}
     assert len(planned.runs) == len(found.rows) * len(found.settings)
     of = {key[:2]: run.identity for key, run in planned.runs.items()}
@@ -68,8 +69,9 @@ def test_every_row_can_be_run_in_every_setting_and_a_run_of_two_cells_once(whole
     assert len(planned.once) == len({*of.values()}) == 75
 
 
-def test_the_table_says_what_each_row_needs(whole):
-    found, planned = whole
+def test_the_table_says_what_each_row_needs():
+    found = Battery.load()
+    planned = planned_in(found, ["shown"])
     assert {
         row: needs(planned.runs[row, "shown", found.seeds[0]].cfg.method) for row in found.rows
     } == found.needs
