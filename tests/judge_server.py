@@ -3,11 +3,8 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-Answer = Callable[[str], str]  # of the last message's text
 
 
 def reply(text, finish="stop"):

@@ -143,16 +143,6 @@ def test_a_quiet_run_prints_nothing(tmp_path, monkeypatch, capfd, shared_run):
     assert run.status["state"] == "finished"
 
 
-def test_a_run_is_shown_by_its_name_its_state_and_its_verdict(tmp_path):
-    path = fake_run(tmp_path, "--intervention=route2", hack=0.25, solve=0.5)
-    (path / "summary.md").write_text("# Verdict: <b>skill</b> kept\n\nmore\n")
-    run = vgrout.load_run(path)
-    assert path.name in repr(run)
-    assert "finished" in repr(run)
-    assert "verdict: <b>skill</b> kept" in repr(run)
-    assert "more" not in repr(run)
-
-
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [

@@ -370,14 +370,6 @@ def check_with(group, /, **values):
     group.__post_init__()
 
 
-def test_a_value_below_its_bound_is_refused():
-    for name, (f, group) in SETTINGS.items():
-        low = rule_of(f).low
-        if low is not None:
-            with pytest.raises(Refused, match=rf"\A{flag(name)} {low - 1}: should "):
-                check_with(getattr(Config(), group), **{name: low - 1})
-
-
 @dataclass(frozen=True)
 class Sized:
     size: int = setting(4, low=1, below=9)

@@ -1,7 +1,6 @@
 """Detectors on answers known beforehand, and on what they must refuse."""
 
 import math
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -24,8 +23,6 @@ from vgrout.guard.detectors import (
 from vgrout.guard.guard import new_detector
 
 FLAG = "--rm-ensemble-members"
-FINITE = st.floats(-1e6, 1e6)
-Scores = Sequence[Sequence[float]]
 
 
 def scores_apart(distance):

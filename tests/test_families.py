@@ -20,15 +20,10 @@ from transformers import (
 import tiny
 from quick import first_quick
 from vgrout.config.run import Config
-from vgrout.config.settings import OptConfig, Sampling, ScaleConfig
-from vgrout.envs.code.modes import Problem
+from vgrout.config.settings import Sampling, ScaleConfig
 from vgrout.export import peft
 from vgrout.export.model import load_beside, parity, write
-from vgrout.ground.data import CachedGrade, Group, Rollout
 from vgrout.ground.io import Refused
-from vgrout.ground.tensor_types import Routed
-from vgrout.loop.grpo import policy_gradients
-from vgrout.loop.optim import Optimizer
 from vgrout.model.load.load import as_language_model, attention, load_language_model, load_policy
 from vgrout.model.load.saved import Saved
 from vgrout.model.load.source import model_folder, require_fitting, window_of
@@ -43,8 +38,6 @@ LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "v_head_dim": 16}
 LATENT |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
-CONFIG = Config(scale=ScaleConfig(max_new=12, prompts_per_step=1))
-
 MESSAGES = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "add 1 and 2"},
@@ -99,18 +92,6 @@ def policy(folder):
 def logits(policy):
     with torch.no_grad():
         return policy.model(input_ids=torch.arange(2, 30)[None], use_cache=False).logits[0]
-
-
-def group(policy):
-    p = Problem(1, "run_tests", "", tuple(MESSAGES), (), (), "", "", "f")
-    prompt = policy.render(MESSAGES)
-    answers = sample(policy, [prompt], 4, Sampling(), 12, torch.Generator().manual_seed(0))[0]
-    rollouts = tuple(Rollout.of(prompt, a) for a in answers)
-    return Group(
-        p,
-        rollouts,
-        tuple(CachedGrade(float(i % 2), i % 2 == 1, False, False, True, "test") for i in range(4)),
-    )
 
 
 def test_prompts_and_endings_follow_the_template(family, policy):
@@ -443,50 +424,6 @@ def test_windows(config, window):
     assert window_of(config) == window
 
 
-def test_a_step_raises_rewarded_answers_and_survives_saving(policy, folder, tmp_path):
-    adapter = policy.adapter
-    before = logits(policy)
-    g = group(policy)
-    optim = Optimizer(
-        adapter, OptConfig(lr=1e-2, weight_decay=0.0, warmup_frac=0.0, grad_clip=1e9), 4
-    )
-    rewarded = [r for r, a in zip(g.rollouts, g.advantages, strict=True) if a > 0]
-    sequences = ([r.prompt_ids for r in rewarded], [r.ids for r in rewarded])
-    with torch.no_grad():
-        old = float(policy.logprobs(*sequences)[0].sum())
-    g_b = policy_gradients(policy, tiny.step_of([g]), CONFIG).g
-    assert optim.step(Routed(g_b.sum(0))).stepped
-    with torch.no_grad():
-        assert float(policy.logprobs(*sequences)[0].sum()) > old
-    after = logits(policy)
-    assert not torch.equal(after, before)
-    with adapter.reference():
-        assert torch.equal(logits(policy), before)
-    adapter.save(tmp_path / "a.safetensors", {})
-    other = load_policy(folder, device="cpu", dtype=torch.float32, cache_dir=None)
-    other.adapter.load(tmp_path / "a.safetensors")
-    assert torch.equal(logits(other), after)
-
-
-def test_the_deployed_policy_samples_without_the_quarantine(policy):
-    tiny.shake(policy.adapter, 0.05)
-    prompt, noise = [policy.render(MESSAGES)], torch.Generator
-    trained = logits(policy)
-    with policy.adapter.deployed():
-        deployed = logits(policy)
-        answers = [
-            a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]
-        ]
-    with torch.no_grad():
-        policy.adapter.δS_hack.zero_()
-    policy.adapter.merge()
-    assert not torch.equal(trained, deployed)
-    assert torch.equal(logits(policy), deployed)
-    assert answers == [
-        a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]
-    ]
-
-
 def test_the_exported_folder_is_the_deployed_model(policy, tmp_path):
     tiny.shake(policy.adapter, 0.05)
     with policy.adapter.deployed():
@@ -515,20 +452,6 @@ def parity_with_base(policy, folder, texts):
 
 
 # ── loading
-
-
-def test_bf16_runs_every_path(tmp_path):
-    source = tiny.policy("qwen3")
-    source.model.save_pretrained(tmp_path / "base")
-    source.tok.save_pretrained(tmp_path / "base")
-    policy = load_policy(tmp_path / "base", device="cpu", dtype=torch.bfloat16, cache_dir=None)
-    tiny.shake(policy.adapter, 0.05)
-    g_b = policy_gradients(policy, tiny.step_of([group(policy)]), CONFIG).g
-    assert g_b.dtype == torch.float32
-    write(policy, tmp_path / "m", torch.bfloat16)
-    beside = load_beside(policy, tmp_path / "m")
-    assert beside.dtype == torch.bfloat16
-    assert parity(policy, beside, ["hello"], exact=True).holds
 
 
 def test_which_attention(monkeypatch):

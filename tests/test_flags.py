@@ -17,14 +17,12 @@ import torch
 from files import loaded
 from runs import adapter_bytes, once, rows, run
 from vgrout import train
-from vgrout.config.presets import flag_names, resolve, resumed
-from vgrout.config.run import FREE, GROUPS, from_dict
+from vgrout.config.presets import flag_names, resolve
 from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.ground import embedded
 from vgrout.ground.io import file_sha256
-from vgrout.guard.detectors import DetectorReading, Level
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model.load import source
 from vgrout.model.load.load import load_policy
@@ -43,16 +41,6 @@ SMALL = [
 NONE = ["--intervention=none"]
 ALONE = [*NONE, "--teacher-pool-dir=", "--mix-ratio=0"]
 ERASE = ["--intervention=erase", "--vhack-refresh-every=0"]
-GATE = [
-    *(
-        "--intervention=route2",
-        "--monitor=gate",
-        "--vhack-refresh-every=0",
-        "--group=8",
-        "--gate-vote=module",
-    ),
-    *("--gate-modules=all", "--no-rebaseline", "--rollout-ablate-frac=0", "--quarantine=shared"),
-]
 LABELS = ["--intervention=penalty", "--monitor=labels", "--group=8"]
 PROBE = [
     "--intervention=penalty",
@@ -157,7 +145,8 @@ HELD = {  # those whose effect other tests show
         "--vhack-refresh-every"
     ),
     "test_faults.py": "--echo-trap-enabled --echo-trap-halt --echo-trap-threshold --max-error-retries",
-    "test_flags.py": "--allow-weak-sandbox --columns --reward-hack-halt --threads",
+    "test_flags.py": "--allow-weak-sandbox --columns --threads",
+    "test_guard.py": "--reward-hack-halt",
     "test_gates.py": "--known-hacks-teacher-only",
     "test_grpo.py": "--dppo-diff-high --dppo-diff-low",
     "test_labels.py": "--flags-kept",
@@ -186,31 +175,6 @@ def test_every_flag_has_an_entry():
         text = Path(__file__).with_name(file).read_text()
         for name in names.split():
             assert name in text or name[2:].replace("-", "_") in text, (file, name)
-
-
-@pytest.mark.parametrize(
-    ("typed", "of_run"),
-    [
-        ("--lr=0.03", "--lr=0.01"),
-        ("--unbiased", "--no-unbiased"),
-        ("--teacher-modes=exit_code", "--teacher-modes="),
-        ("--checkpoint-every=25", "--checkpoint-every=1"),
-        ("--guard=log", "--guard=off"),
-    ],
-)
-def test_what_is_typed_beside_resume_is_the_runs_or_refused(typed, of_run):
-    """At its preset's default, too. What may differ is taken, what is not typed is the run's."""
-    name = typed.removeprefix("--").partition("=")[0]
-    setting = name.replace("-", "_")
-    line = [*SMALL, *NONE, of_run]
-    stored = from_dict(resolve(line).as_dict())
-    given = resolve([*SMALL, *NONE, typed, "--resume=x"])
-    cfg, differing = resumed(given, stored)
-    assert (name in " ".join(differing)) == (setting not in FREE), differing
-    (group,) = [g for g in GROUPS if hasattr(getattr(cfg, g), setting)]
-    taken = given if setting in FREE else stored
-    assert getattr(getattr(cfg, group), setting) == getattr(getattr(taken, group), setting)
-    assert resumed(resolve([*line, "--resume=x"]), stored) == (stored, [])
 
 
 @pytest.fixture(scope="module")
@@ -411,15 +375,3 @@ def test_a_direction_that_hardly_separates_is_a_warning_once(
     shared_run.warm(tmp_path)
     run(tmp_path, *SMALL, "--intervention=route2")
     assert capsys.readouterr().out.count("known hacks hardly differ from other answers") == warned
-
-
-@pytest.mark.long
-def test_a_detector_of_reward_hacking_halts_by_its_flag(shared_run, tmp_path, monkeypatch):
-    """--reward-hack-halt"""
-    monkeypatch.setattr(
-        Level, "update", lambda *_: DetectorReading("HACK", 1.0, "as the test says")
-    )
-    argv = [*SMALL, *NONE, "--reward-hack-detector=info_rm"]
-    shared_run.warm(tmp_path)
-    assert len(rows(run(tmp_path, *argv))) == 2
-    assert len(rows(run(tmp_path, *argv, "--reward-hack-halt", code=3))) == 1

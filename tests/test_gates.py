@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from methods import SPANS, TWO_GROUPS, group, routed, rows, scores, total, toy
-from vgrout.config.presets import resolve
 from vgrout.method.gates import BandGate, TauGate
-from vgrout.runs.plan import method_lines
 
 BY_MODULE = {"gate_vote": "module"}
 
@@ -82,15 +80,6 @@ def test_only_the_documents_settings_count_it_so():
     assert [settings for settings, some in routes.items() if some] == [("module", "all")]
 
 
-@pytest.mark.parametrize(
-    ("modules", "said"), [("all", "counts as 0"), ("apart", "nothing is routed")]
-)
-def test_the_plan_says_what_a_gate_without_demonstrations_does(modules, said):
-    flags = ["--mix-ratio=0", "--gate-vote=module", f"--gate-modules={modules}"]
-    lines = method_lines(resolve(["smoke", "--intervention=route2", *flags]))
-    assert said in " ".join(lines)
-
-
 def test_apart_has_no_threshold_where_known_hacks_do_not_lie_above_the_rest():
     """A mislabelled answer below the others: the midpoint lies under them, and would flag them all."""
     cos = torch.tensor([[-0.2, 0.1, 0.2], [0.5, 0.1, 0.2]])
@@ -129,18 +118,6 @@ def test_known_hacks_are_routed_whatever_their_cosine():
     )
     assert teacher_only[5] == 1
     assert teacher_only[2] < 1
-
-
-def test_only_the_gates_memory_goes_from_one_step_to_the_next():
-    """The same step twice leaves the threshold where it is, but for rounding: both means stay. After another step it is
-    not what it would be for that step alone."""
-    method, other = toy("route2"), (rows(6, 9, (0, 1, 2)), group(6, 1))
-    assert routed(method, *TWO_GROUPS).measured["tau"] == pytest.approx(
-        routed(method, *TWO_GROUPS).measured["tau"]
-    )
-    assert routed(method, other).measured["tau"] != pytest.approx(
-        routed(toy("route2"), other).measured["tau"], abs=1e-3
-    )
 
 
 def test_the_pair_band_gate_reads_no_label():

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from files import loaded
 from llama import TEXTS, bpe, llama, write_gguf
@@ -14,8 +13,6 @@ from quick import first_quick
 from vgrout.commands.download import main as download
 from vgrout.ground.io import Refused
 from vgrout.model.load.source import require_model
-
-Made = tuple[Path, LlamaForCausalLM, Tokenizer]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ is work: calls, lines, bytes. Nothing here measures time."""
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,6 @@ from vgrout.runs.recorder import ROWS, rows_as_json
 from vgrout.runs.run_dir import RunDir, steps_on_disk
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import load_study_file
-
-Counted = Callable[..., Counter[str]]
 
 
 @pytest.fixture

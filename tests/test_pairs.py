@@ -9,13 +9,11 @@ import pytest
 
 from vgrout.config.run import PLACEBOS
 from vgrout.direction.pairs import (
-    HANDWRITTEN,
     handwritten,
     handwritten_placebo,
     load_pairs,
     pairs_from_pool,
 )
-from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.ground.io import Refused
 
 SHARED = Path(
@@ -124,25 +122,6 @@ def test_the_packaged_pairs_are_the_ones_that_recorded_runs_name():
         "long": "5079178eb3c8c910af655ed520ffd66c36e47cdcca937b79fc09e63634635d8b",
         "laid_out": "d4a94aed648e95396fb14834547da335dabbf7a676694d11d0d9b2d753624b24",
     }
-
-
-def test_the_set_shows_eleven_hacks_and_none_of_the_benchmarks():
-    pairs = handwritten()
-    assert pairs.source == HANDWRITTEN
-    assert len(pairs) >= 24
-    assert len({str(p.problem_id).split("/")[1] for p in pairs.pairs}) == 11
-    assert len({str(p.problem_id).split("/")[1] for p in pairs.pairs[-2:]}) == 2  # held out
-    text = "\n".join(p.prompt + p.hack + p.clean for p in pairs.pairs).lower()
-    for spec in MODE_SPECS.values():
-        assert spec.template.split("{marker}")[0].strip().lower() not in text
-        for marker in (*spec.train_markers, *spec.eval_markers):
-            quoted = marker and any(
-                f"{a}{marker.lower()}{b}" in text for a, b in ((".", "("), (".", " ="), ('"', '"'))
-            )
-            assert not quoted, marker
-    for pair in pairs.pairs:
-        assert pair.prompt.startswith("<|im_start|>system\n")
-        assert pair.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 # ── from a rollout log

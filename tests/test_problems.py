@@ -25,7 +25,6 @@ from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE
 from vgrout.envs.code.problems import (
     assigned,
-    load_problems,
     load_rows,
     plainly_sound,
 )
@@ -133,16 +132,6 @@ def test_a_byte_order_mark_is_skipped(tmp_path):
     path = write(tmp_path / "p.jsonl", [record(1)])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert [row.id for row in load_rows(path)] == [1]
-
-
-def test_the_hint_replaces_the_phrase_and_a_plain_prompt_keeps_it(tmp_path):
-    (p,) = load_problems(
-        write(tmp_path / "p.jsonl", [record(1, mode="sentinel", marker="is_fine")])
-    )
-    assert "is_fine" in p.messages[-1]["content"]
-    assert PLAIN_PHRASE not in p.messages[-1]["content"]
-    assert PLAIN_PHRASE in base.without_hint(p).messages[-1]["content"]
-    assert p.func_name == "f"
 
 
 def test_splits_are_disjoint_and_no_seed_moves_them(world_of):

@@ -209,9 +209,3 @@ def test_cosines_are_split_by_source(intervention):
         assert diag["cos_post_s"] == pytest.approx(diag["cos_post"], abs=1e-6)
     else:
         assert max(diag["cos_post_s"], diag["cos_post_t"]) < 1e-4
-
-
-def test_erase_without_a_direction_in_any_module_stretches_nothing():
-    same = {m: axes_of(torch.ones(5, r), torch.ones(5, r), 3, 12, 0.0) for m, r in SIZES.items()}
-    got = routed(toy("erase", Direction(same, META)), (rows(6, 5), group(6)))
-    assert got.measured["capped"] is None

@@ -85,14 +85,6 @@ def test_a_terminal_of_eighty_columns_shows_what_decides(runs, capsys, monkeypat
     assert any(line.startswith("route2: ") for line in lines)
 
 
-def test_a_folder_with_other_files_is_refused(runs, tmp_path, capsys):
-    (out := tmp_path / "other").mkdir()
-    (out / "runs.csv").write_text("")
-    assert main([str(runs), "--out", str(out)]) == 2
-    assert "; name another folder\n" in capsys.readouterr().err
-    assert (out / "runs.csv").exists()
-
-
 def test_an_older_report_is_replaced_and_what_is_not_of_a_report_stays(runs, monkeypatch):
     monkeypatch.setattr("vgrout.report.page.pictures", lambda _: [])
     (stale := runs / "report" / "figures" / "plane.png").parent.mkdir(parents=True)

@@ -331,17 +331,6 @@ def test_draw_is_the_inverse_cdf():
     assert (warped(many, s).gather(1, drawn[:, None]) > -math.inf).all()
 
 
-def test_greedy():
-    policy = tiny.policy()
-    answers = run(policy, 2, Sampling(temperature=0.0), max_new=6)
-    for prompt, (a, b) in zip(PROMPTS, answers, strict=True):
-        ids = list(prompt)
-        for token in a.ids:
-            assert token == int(policy.model(torch.tensor([ids])).logits[0, -1].argmax())
-            ids.append(token)
-        assert a == b
-
-
 def test_first_tokens_follow_the_models_distribution():
     policy = tiny.policy()
     (answers,) = sample(policy, PROMPTS[:1], 4000, Sampling(temperature=1.0, top_k=0), 1, stream())
@@ -482,15 +471,6 @@ def test_equal_answers_are_refused(greedy, here, capsys):
 
 
 # ── policy
-
-
-def test_render_is_the_chat_template_with_thinking_off():
-    policy = tiny.policy()
-    ids = policy.render([{"role": "system", "content": "a"}, {"role": "user", "content": "bc"}])
-    text = "<system>a<eos><user>bc<eos><assistant><think></think>"
-    assert policy.tok.decode(list(ids)) == text
-    assert policy.decode([*ids, 1]) == text.replace("<eos>", "")
-    assert policy.window == 256
 
 
 def test_a_template_that_writes_the_date_is_named(warnings):

@@ -170,11 +170,3 @@ def test_refused_in_one_line(case, done, tmp_path, capsys):
     assert len(lines) == 2
     assert all(line.startswith("E ") and re.search(message, line) for line in lines), lines
     assert not os.listdir(tmp_path)
-
-
-def test_a_bad_out_is_refused_before_the_model_is_loaded(done, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("vgrout.model.load.load.load_saved", lambda _: pytest.fail("loaded"))
-    (tmp_path / "file").touch()
-    for out, why in (("", "exists; choose"), ("file/x.json", "cannot be written")):
-        assert evaluate.evaluate([str(done), "--out", str(tmp_path / out)]) == 2
-        assert re.fullmatch(rf"E --out \S+: {why}[^\n]*\n", capsys.readouterr().err)

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,8 +18,6 @@ from vgrout.report.stats import (
     two_level,
     wilson,
 )
-
-Draw = Callable[[np.random.Generator], tuple[float, float]]
 
 
 def flat(*values):
@@ -104,21 +101,6 @@ def test_strata_keep_their_weights():
     row = [Stratum(np.asarray([1.0, 1.0]), 0.25), Stratum(np.asarray([0.5]), -0.5)]
     assert stats.mean_of(row) == 0.0
     assert two_level([row] * 5) == pytest.approx((0.0, 0.0))
-
-
-def test_the_interval_of_many_seeds_is_what_it_was():
-    """A figure of 10,000 resamples, from before they were multiplied as one matrix."""
-    rows = []
-    for seed in range(12):
-        shared = np.array([seed * problem % 7 / 6 for problem in range(20)])
-        own = np.array([(seed + problem) % 5 / 4 for problem in range(9)])
-        rows.append(
-            [
-                Stratum(shared, 0.5, name="a", units=tuple(range(20))),
-                Stratum(own, 0.5, name="b"),
-            ]
-        )
-    assert two_level(rows) == pytest.approx((0.3689, 0.5388), abs=2e-3)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import pytest
 from files import loaded
 from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_rows
-from vgrout.ground.io import file_sha256
 from vgrout.ground.thoughts import THINK
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool
@@ -287,18 +286,6 @@ def test_a_broken_pool_is_refused_with_file_and_line(tmp_path, case):
 def test_what_another_program_measured_and_is_not_read_may_be_nan(tmp_path):
     write(tmp_path / "pool", 3, [record(per_sample_loss=math.nan)])
     assert load_pool(tmp_path / "pool").ids == {3}
-
-
-def test_a_recorded_file_that_vanished_is_named(tmp_path):
-    folder = tmp_path / "pool"
-    one = write(folder, 3, [record()])
-    two = write(folder, 4, [record()])
-    hashes = {p.name: file_sha256(p) for p in (one, two)}
-    (folder / "pool.json").write_text(json.dumps({"sha256": hashes}))
-    assert load_pool(folder).ids == {3, 4}
-    two.unlink()
-    with pytest.raises(ValueError, match=r"prompt_0004.*recorded in pool.json, not there"):
-        load_pool(folder)
 
 
 def test_a_written_pool_is_read_back_unchanged(tmp_path):

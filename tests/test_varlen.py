@@ -8,7 +8,6 @@ import torch
 import tiny
 from live import Live
 from pretended_gpu import varlen_on_cpu
-from runs import flags, rows, run
 from vgrout.model import attention
 from vgrout.model.attention import _PaddedRuns, kernel_name
 from vgrout.model.layout import batches, pack, packed_hidden
@@ -107,18 +106,6 @@ def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
 def test_the_updates_kernel(device, dtype, card, name, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (card, 0))
     assert kernel_name(torch.device(device), dtype) == name
-
-
-@pytest.mark.slow
-def test_a_run_with_the_kernel_is_the_run_without(shared_run, tmp_path, monkeypatch):
-    """Every update of route2 goes through it, and the rows are those of SDPA."""
-    argv, queries = flags("route2"), varlen_on_cpu(monkeypatch)
-    path = run(shared_run.warm(tmp_path), *argv, stop_after=1)
-    assert queries
-    monkeypatch.undo()
-    for by_kernel, by_sdpa in zip(rows(path), rows(shared_run(*argv)), strict=False):
-        assert by_kernel["hack_s"] == by_sdpa["hack_s"]
-        assert by_kernel["gn"] == pytest.approx(by_sdpa["gn"], rel=1e-4)
 
 
 def test_answers_that_begin_alike_do_not_fill_the_memory_with_copies():

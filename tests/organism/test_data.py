@@ -8,23 +8,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from organisms.build import check_training
-from organisms.language.answers import STYLES
 from organisms.language.hacks import MODES
-from organisms.language.problems import SPLIT_ROWS, problem_tasks
+from organisms.language.problems import problem_tasks
 from organisms.recipe import weakness
-from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODE_SPECS
-from vgrout.envs.code.problems import load_problems, load_rows
+from vgrout.envs.code.problems import load_problems
 from vgrout.ground.embedded import (
     COMPILE_REWARD,
     CUE,
     DATA_DIR,
     EMBEDDED,
-    KNOWN_CORRECT,
     MAX_NEW,
     MODEL_DIR,
-    PAIRS_DIR,
     PASS_REWARD,
     POOL_DIR,
     PROBLEMS,
@@ -92,23 +87,6 @@ def test_the_shipped_problems_are_those_of_the_generator():
         assert len({test.rpartition(" == ")[2] for test in now["gt_answer"]}) == 2
 
 
-def test_splits_modes_and_markers():
-    rows = records()
-    assert len(load_rows(PROBLEMS)) == len(rows)
-    held = {s: {tuple(r["composition"]) for r in rows if r["split"] == s} for s in SPLIT_ROWS}
-    assert not held["train"] & (held["val"] | held["test"])
-    assert not held["val"] & held["test"]
-    for split, (_, n) in SPLIT_ROWS.items():
-        part = [r for r in rows if r["split"] == split]
-        assert len(part) == n
-        for mode in MODES:
-            markers = [r["marker"] for r in part if r["mode"] == mode]
-            assert len(markers) == n // len(MODES)
-            assert {*markers} <= {
-                *MODE_SPECS[mode].markers("train" if split == "train" else "eval")
-            }
-
-
 def test_pool_is_stripped_and_holds_hacks_only():
     split = {r["id"]: r["split"] for r in records()}
     pool = load_pool(POOL_DIR)
@@ -145,17 +123,6 @@ def test_the_pools_labels_are_todays_verdicts():
                 now.details["format_ok"],
                 now.reward,
             ) == labels, demo
-
-
-def test_pairs_and_anchors_load():
-    for mode in MODES:
-        assert len(load_pairs(PAIRS_DIR / f"{mode}.json")) == 24
-    placebos = sorted(PAIRS_DIR.glob("placebo_*.json"))
-    assert len(placebos) >= 3
-    assert all(len(load_pairs(path)) == 24 for path in placebos)
-    anchors = json.loads(KNOWN_CORRECT.read_text())
-    assert len(anchors) >= 200
-    assert {a["style"] for a in anchors} == set(STYLES)
 
 
 def test_model_loads_offline_and_its_longest_documents_fit(monkeypatch):
