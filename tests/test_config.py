@@ -150,7 +150,6 @@ BAD = [
         "mini --intervention route2 --known-hacks-teacher-only --mix-ratio 0",
         "no demonstration is ever mixed in",
     ),
-    ("mini --intervention route2 --group 2 --mix-ratio 0.5", "--group 2 with 1 demonstrations"),
     ("mini --group 4", "--mix-ratio 0.125 with --group 4: rounds to 0 teacher rows"),
     ("mini --intervention route2 --rollout-ablate-frac .01", "rounds to none"),
     (

@@ -1,15 +1,11 @@
 """Downloads, from a folder in place of the network; and the go or no-go on a pool."""
 
 import json
-import sys
-from datetime import date
 from http.client import IncompleteRead
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
-from files import loaded
 from probe_mixed import main as probe
 from probe_mixed import verdict
 from vgrout.commands import download
@@ -89,24 +85,6 @@ def test_without_a_network_one_line_says_what_to_do(
         "E Qwen/Qwen3-4B: cannot be fetched (no route to host); copy the model's folder"
     )
     assert error.count("\n") == 1
-
-
-def test_a_data_set_is_checked_before_it_has_its_name(tmp_path, monkeypatch, capsys):
-    rows = [LINE | {"setup_code": None}]
-    monkeypatch.setitem(
-        sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: rows)
-    )
-    command = ["dataset", "owner/name", "--out", str(out := tmp_path / "new" / "p.jsonl")]
-    assert download.main(command) == 0
-    assert loaded(out) == LINE
-    out.unlink()
-    rows.append(LINE | {"made": date(2026, 1, 1)})
-    assert download.main(command) == 2
-    assert (
-        capsys.readouterr().err
-        == "E owner/name, line 2: unknown key 'made'; did you mean 'mode'?\n"
-    )
-    assert not [*out.parent.iterdir()]
 
 
 def row(hack_s, hack_t=None, lp_t=None):

@@ -63,7 +63,7 @@ WITH_A_SLIP = {
         "answers.jsonl --problems problems.jsonl --out new".split(),
     ),
     "organism": ("organisms.__main__.Files", ["verify"]),
-    "download": ("vgrout.commands.download.require_new", ["dataset", "x", "--out", "new"]),
+    "download": ("vgrout.commands.download.require_gguf", ["gguf", "x"]),
     "doctor": ("vgrout.commands.doctor.code_tools", []),
 }
 

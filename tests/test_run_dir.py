@@ -87,7 +87,6 @@ DEAD = {
     "out/sweeps": "sweep study.toml",
     "out/vhack": "direction --model organism",
     "pools": "teacher --model organism --out pools/new",
-    "hub": "download dataset some/rows --out hub/rows.jsonl",
     "dpo": "iterative_dpo --base-model organism --output-dir dpo/new",
 }
 STUDY = 'preset = "smoke"\nseeds = [1]\n[[arms]]\nintervention = "none"\n'

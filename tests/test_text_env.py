@@ -229,7 +229,6 @@ def test_bad_rows_are_named_with_their_line(case, world):
 FLAGS = {
     "--reward {m}:nan": "returned nan, not a finite number (asked about the row at rows.jsonl, line 1, and the answer",
     "--reward {m}:many": "returned no list with one number for one completion",
-    "--env code": "--env code with --reference",
     "--intervention erase --mix-ratio 0.25 --teacher-pool-dir {pool}": "vgrout teacher --elicit` makes them",
     "--reward {m}:judge": "missing 1 required positional argument: 'judge'",
     "--reward {m}:proxy=nan": "its weight should be a number",

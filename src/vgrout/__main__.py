@@ -77,7 +77,7 @@ COMMANDS = {
     ),
     "download": (
         "vgrout.commands.download:main",
-        "the models of small, sums, fast and full, problem files; a data set as a problem file",
+        "the models of small, sums, fast and full, and problem files",
     ),
     "doctor": (
         "vgrout.commands.doctor:main",

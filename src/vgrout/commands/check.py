@@ -23,12 +23,12 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
-from vgrout.config.cli import cli_exit, parse_args
+from vgrout.config.cli import run_command
 from vgrout.config.run import Config
 from vgrout.config.settings import OWN_REWARD, EnvConfig, ScaleConfig
 from vgrout.config.world_names import ORGANISM
 from vgrout.envs.worlds import code_tools, environment_class
-from vgrout.ground import console, embedded
+from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Task
 from vgrout.ground.io import (
     atomic_open,
@@ -275,7 +275,7 @@ class GradeSettings:
 
 
 def grade_file(config: GradeSettings) -> int:
-    """Grade the file. Returns the number of lines that have an error instead of a grade."""
+    """Grade the file. Returns 1 where a line has an error instead of a grade."""
     tools = code_tools()
     problems = tools.problems_of(config.problems)
     make_folder(config.out.parent)
@@ -301,19 +301,14 @@ def grade_file(config: GradeSettings) -> int:
         print(grader.description)
     with_errors = f"; {errors} lines have an error instead" if errors else ""
     print(f"{n - errors}/{n} graded -> {config.out}{with_errors}")
-    return errors
+    return 1 if errors else 0
 
 
 def problems(argv: list[str] | None = None) -> int:
     """Exit codes: 0 sound · 1 not, or a function failed · 2 refused, in one line."""
-    console.setup(None)
-    return cli_exit(lambda: check(parse_args({"check": CheckSettings}, argv, "vgrout problems")))
+    return run_command(check, {"check": CheckSettings}, argv, "vgrout problems")
 
 
 def grade(argv: list[str] | None = None) -> int:
     """Exit codes: 0 every line graded · 1 some have an error instead · 2 refused, in one line."""
-
-    def run() -> int:
-        return 1 if grade_file(parse_args(GradeSettings, argv, "vgrout grade")) else 0
-
-    return cli_exit(run)
+    return run_command(grade_file, GradeSettings, argv, "vgrout grade")

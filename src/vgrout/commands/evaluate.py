@@ -19,16 +19,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from loguru import logger
-from tabulate import tabulate
 
 from vgrout.config.checks import check, flag, setting
-from vgrout.config.cli import cli_exit, parse_args
+from vgrout.config.cli import run_command
 from vgrout.config.presets import import_named
 from vgrout.config.run import Config
 from vgrout.config.settings import EnvConfig, ScaleConfig
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
-from vgrout.ground import console
 from vgrout.ground.data import Message, Side, Task, Ungraded, Verdict
 from vgrout.ground.io import (
     Json,
@@ -46,6 +44,7 @@ from vgrout.ground.io import (
 )
 from vgrout.ground.machine import cores
 from vgrout.ground.metrics import SIDES, Eval
+from vgrout.ground.table import markdown
 from vgrout.model.load.saved import Saved, find_adapter
 from vgrout.model.load.source import require_fitting
 from vgrout.runs.inputs import hash_of_class
@@ -319,7 +318,7 @@ def table(sides: dict[str, Eval]) -> str:
             row[f"hack {title}"] = f"{rates.hack.k}/{rates.hack.n}"
             row[f"solve {title}"] = f"{rates.solve.k}/{rates.solve.n}"
         rows.append(row)
-    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+    return markdown(rows)
 
 
 # ── vgrout sample
@@ -490,21 +489,9 @@ def _words(hacked: bool, solved: bool, mechanism: str | None, reward: float | No
 
 def evaluate(argv: list[str] | None = None) -> int:
     """Exit codes: 0 scored · 2 refused, in one line."""
-
-    def run() -> int:
-        evaluate_saved(parse_args(EvaluateSettings, argv, "vgrout evaluate"))
-        return 0
-
-    console.setup(None)
-    return cli_exit(run)
+    return run_command(evaluate_saved, EvaluateSettings, argv, "vgrout evaluate")
 
 
 def sample(argv: list[str] | None = None) -> int:
     """Exit codes: 0 · 2 refused, in one line."""
-
-    def run() -> int:
-        sample_saved(parse_args(SampleSettings, argv, "vgrout sample"))
-        return 0
-
-    console.setup(None)
-    return cli_exit(run)
+    return run_command(sample_saved, SampleSettings, argv, "vgrout sample")

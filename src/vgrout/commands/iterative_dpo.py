@@ -7,7 +7,7 @@ at the first round that is not complete. Exit codes are those of runs/context.py
 import shlex
 import sys
 
-from vgrout.config.cli import cli_exit, parse_args
+from vgrout.config.cli import run_command
 from vgrout.ground import console
 from vgrout.ground.io import command, make_folder, to_json
 from vgrout.ground.machine import cores
@@ -23,7 +23,6 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
     """
-    console.setup(None)  # what is said before the run has a log
     task = prepare_rounds(settings)
     # The folder is made inside this block, so that a problem file that is refused leaves none.
     with task.inputs.environment.grader(cores(), task.cfg.run.max_error_retries) as grader:
@@ -54,7 +53,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
 
-    def parse_and_start() -> int:
-        return start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words)
+    def act(settings: DpoSettings) -> int:
+        return start(settings, words)
 
-    return cli_exit(parse_and_start, NOTHING_STARTED)
+    return run_command(act, DpoSettings, words, "vgrout iterative_dpo", NOTHING_STARTED)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import tyro
 
 from vgrout.config.checks import listed
+from vgrout.ground import console
 from vgrout.ground.io import (
     Refused,
     command,
@@ -29,6 +30,7 @@ from vgrout.ground.io import (
     printable,
     raised_by_own,
     raised_here,
+    refuse,
     restore_inherited,
     show_fault,
     show_refusal,
@@ -172,6 +174,26 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         return 1
 
 
+def run_command(
+    act: Callable[[T], object],
+    settings: Callable[..., T] | Mapping[str, Callable[..., T]],
+    argv: list[str] | None,
+    prog: str,
+    interrupted: str = "interrupted",
+) -> int:
+    """The exit code of a command: what `act` returns where that is a number, else 0; or as `cli_exit` says.
+
+    settings: a class that the command line fills, for `act`; or by the words that name them.
+    """
+
+    def run() -> int:
+        code = act(parse_args(settings, argv, prog))
+        return code if isinstance(code, int) else 0
+
+    console.setup(None)
+    return cli_exit(run, interrupted)
+
+
 def _nobody_reads() -> bool:
     """Whether nobody reads standard output, or the lines beside it, any more. Else another pipe broke: a fault."""
     poller = select.poll()
@@ -252,7 +274,7 @@ NAMES: dict[str, dict[str, str]] = {
         "--eval-steps": "--eval-ablate-every",
         "--model-name-or-path": "--model",
         "--reward-funcs": "say --reward module:function",
-        "--dataset-name": "say --problems FILE; `vgrout download dataset` makes one",
+        "--dataset-name": "say --problems FILE; docs/problems.md makes one of a data set",
         "--per-device-train-batch-size": "say --prompts-per-step, problems with --group answers each",
         "--gradient-accumulation-steps": "micro-batches are chosen by themselves; leave it out",
         "--num-train-epochs": "say --steps, of --prompts-per-step problems each",
@@ -324,7 +346,10 @@ OF_COMMANDS: dict[str, dict[str, str]] = {
         "--drop-bottom-frac": "nothing here has a noise floor; leave it out",
         "--svd-cache": "decomposed weights lie in out/svd_cache; leave it out",
     },
-    "download": {"--dry-run": "its first line says what it fetches; leave it out"},
+    "download": {
+        "--dry-run": "its first line says what it fetches; leave it out",
+        "dataset": "a data set writes itself as a problem file: docs/problems.md",
+    },
 }
 
 # The documents' defaults, which are what happens here.
@@ -350,6 +375,7 @@ def translated(argv: Iterable[str], names: Mapping[str, str] = TRAIN) -> list[st
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
+            refuse(word in names, f"{word}: not here; {names.get(word)}")
             out.append(word)
             continue
         typed, equals, value = word.partition("=")

@@ -223,12 +223,6 @@ class MethodConfig:
                 should += ", or module:Class"
             should += did_you_mean(value, legal)
             raise Refused(f"{flag(name)} {value}: {should}")
-        usual = self.monitor_name
-        if usual and usual not in MONITORS:
-            raise Refused(
-                f"--intervention {self.intervention}: its usual_monitor {usual!r} should be one of "
-                f"{', '.join(MONITORS)}, or is named by --monitor as well{did_you_mean(usual, MONITORS)}"
-            )
 
     def _check_pair(self) -> None:
         """Monitor and intervention go together."""

@@ -104,29 +104,9 @@ class Config:
             "or mix some in (--teacher-pool-dir, --mix-ratio)",
         )
         frac, students = self.method.ablate_frac, self.scale.group - self.n_teacher
-        self._check_lone_student(students)
         refuse(
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
-        )
-
-    def _check_lone_student(self, students: int) -> None:
-        """Raises Refused where demonstrations are set apart and a group has a single answer besides: compared with
-        itself alone, its advantage is 0."""
-        method = self.method
-        by_source = method.monitor_name in ("gate", "source")
-        baseline = method.intervention == "route2" and method.resolved("rebaseline")
-        how = (
-            "--rebaseline compares" if baseline else f"--intervention {method.intervention} leaves"
-        )
-        refuse(
-            self.mixes
-            and self.env.teacher_off_step is None
-            and students == 1
-            and by_source
-            and (baseline or method.intervention == "screen"),
-            f"--group {self.scale.group} with {self.n_teacher} demonstrations: {how} one answer of the policy's alone, "
-            "so nothing could be learnt from it; raise --group or lower --mix-ratio",
         )
 
     def _check_world(self) -> None:
@@ -145,7 +125,8 @@ class Config:
             self.scale.model == ORGANISM
             and self.env.environment in OF_ORGANISMS
             and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
-            "--model organism: only with --problems organism, and without --test-problems",
+            "--model organism: only with --problems organism and without --test-problems, or with rows of text, which "
+            "need --reference",
         )
         refuse(
             self.env.environment == "text" and self.scale.problems == ORGANISM,
@@ -300,10 +281,6 @@ GROUPS = tuple(f.name for f in fields(Config) if f.name not in ("preset", "typed
 # ── settings as a run's files have them: read back, compared, and joined with a command line's
 
 
-# settings of earlier versions, by what they are called now
-RENAMED = {"label_recall": "flags_kept"}
-
-
 def from_dict(data: Json, where: str = "run.json") -> Config:
     """The inverse of `Config.as_dict`. where: the file that holds it, for messages. Classes of somebody's own that it
     names are not imported: such a run can be read, and nothing more.
@@ -312,10 +289,7 @@ def from_dict(data: Json, where: str = "run.json") -> Config:
         Refused: groups or settings unknown to this version, named; or values that it refuses.
     """
     usual = Config()
-    groups: dict[str, Json] = {}
-    for group in GROUPS:
-        of = data.get(group, {})
-        groups[group] = {RENAMED.get(name, name): value for name, value in of.items()}
+    groups: dict[str, Json] = {group: data.get(group, {}) for group in GROUPS}
     unknown = data.keys() - {*GROUPS, "preset"}
     for group, of in groups.items():
         unknown |= of.keys() - {f.name for f in fields(getattr(usual, group))}

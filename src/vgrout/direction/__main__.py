@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vgrout.config.checks import Dtype, check, flag, setting
-from vgrout.config.cli import cli_exit, parse_args
+from vgrout.config.cli import run_command
 from vgrout.direction.pairs import (
     DIRECTIONS,
     PairDetector,
@@ -68,14 +68,10 @@ class ExtractionSettings:
 
 def main(argv: list[str] | None = None) -> int:
     """0: done. 2: refused, in one line on stderr."""
-
-    def parse_and_extract() -> int:
-        return _command(parse_args(ExtractionSettings, argv, "vgrout direction"))
-
-    return cli_exit(parse_and_extract)
+    return run_command(_command, ExtractionSettings, argv, "vgrout direction")
 
 
-def _command(settings: ExtractionSettings) -> int:
+def _command(settings: ExtractionSettings) -> None:
     """Extract the direction, write its files and print its tables."""
     pairs = _pairs_of(settings)
     is_organism = settings.model == "organism"
@@ -106,7 +102,6 @@ def _command(settings: ExtractionSettings) -> int:
     print(f"direction {out}")
     if settings.pairs_out is not None:
         print(f"pairs     {settings.pairs_out}")
-    return 0
 
 
 def _pairs_of(settings: ExtractionSettings) -> PairSet | None:

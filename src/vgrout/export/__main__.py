@@ -19,10 +19,9 @@ from loguru import logger
 from safetensors import SafetensorError
 
 from vgrout.config.checks import check, setting
-from vgrout.config.cli import cli_exit, parse_args
+from vgrout.config.cli import run_command
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
-from vgrout.ground import console
 from vgrout.ground.io import Refused, atomic_folder, require_new
 from vgrout.model.load.saved import find_adapter
 
@@ -111,21 +110,19 @@ def _write(settings: ExportSettings, folder: Path) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 written · 1 the model is not the deployed one · 2 refused, in one line."""
-    console.setup(None)
+    return run_command(_command, ExportSettings, argv, "vgrout export")
 
-    def command() -> int:
-        settings = parse_args(ExportSettings, argv, "vgrout export")
-        try:
-            content = export_run(settings)
-        except Differs as e:
-            logger.error(str(e))
-            return 1
-        files = [path for path in settings.out.rglob("*") if path.is_file()]
-        size = sum(file.stat().st_size for file in files)
-        print(f"{content}\n{size / 1e6:.1f} MB -> {settings.out}")
-        return 0
 
-    return cli_exit(command)
+def _command(settings: ExportSettings) -> int:
+    try:
+        content = export_run(settings)
+    except Differs as e:
+        logger.error(str(e))
+        return 1
+    files = [path for path in settings.out.rglob("*") if path.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    print(f"{content}\n{size / 1e6:.1f} MB -> {settings.out}")
+    return 0
 
 
 if __name__ == "__main__":

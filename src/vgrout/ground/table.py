@@ -418,6 +418,11 @@ class Column:
         return format(value, self.fmt)
 
 
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table in GitHub's Markdown, of rows with the same columns."""
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
 class Table:
     """The printed step table, of the columns that a run fills.
 

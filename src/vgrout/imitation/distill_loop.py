@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loguru import logger
-from tabulate import tabulate
 
 from vgrout.envs.base import without_hint
 from vgrout.ground.data import Task, Ungraded
 from vgrout.ground.io import Diverged, Json, NothingAligned, read_json, to_json
 from vgrout.ground.metrics import Eval, Rate
 from vgrout.ground.rng import torch_stream
-from vgrout.ground.table import Columns, col
+from vgrout.ground.table import Columns, col, markdown
 from vgrout.guard.detectors import diverged
 from vgrout.imitation.distill_methods import METHODS
 from vgrout.imitation.tasks import DistillTask
@@ -298,5 +297,4 @@ class Distillation:
                 for what in ("hack", "solve"):
                     row[f"{side} {what}"] = Rate(*sides[side]["by_mode"][mode][what]).percent
             rows.append(row)
-        table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
-        self.recorder.finish(line, table, record)
+        self.recorder.finish(line, markdown(rows), record)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from vgrout.config.cli import cli_exit, parse_args
+from vgrout.config.cli import run_command
 from vgrout.ground.io import Refused, printable, refuse, require_own
 from vgrout.ground.records import run_dirs
 
@@ -76,7 +76,7 @@ def command(cli: Cli) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 · 2 refused, in one line."""
-    return cli_exit(lambda: command(parse_args(Cli, argv, "vgrout report")))
+    return run_command(command, Cli, argv, "vgrout report")
 
 
 if __name__ == "__main__":

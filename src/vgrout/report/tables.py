@@ -5,11 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pandas import DataFrame, concat
-from tabulate import tabulate
 
-from vgrout.ground.io import printable
+from vgrout.ground.io import one_line, printable
 from vgrout.ground.metrics import Rate
-from vgrout.ground.table import LEARNED
+from vgrout.ground.table import LEARNED, markdown
 from vgrout.report import stats
 from vgrout.report.conclusions import (
     MARGIN,
@@ -46,13 +45,13 @@ class ReportTable:
         """Return the table with each cell in one line; invisible characters are shown as escapes."""
         rows = []
         for row in self.rows:
-            rows.append({one_line(name): one_line(cell) for name, cell in row.items()})
-        return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+            rows.append({shown_line(name): shown_line(cell) for name, cell in row.items()})
+        return markdown(rows)
 
 
-def one_line(value: object) -> str:
-    """Return a value as printable text without line ends."""
-    return printable(str(value)).replace("\n", " ")
+def shown_line(value: object) -> str:
+    """Return a value as printable text in one line."""
+    return printable(one_line(value))
 
 
 def p_value(p: PValue) -> str:
@@ -339,7 +338,7 @@ def _inert(row: Mapping[str, object]) -> dict[str, object]:
     for name, value in row.items():
         if isinstance(value, str):
             acts = value.startswith(("=", "+", "-", "@", "\t", "\r"))
-            quoted[name] = ("'" if acts else "") + one_line(value)
+            quoted[name] = ("'" if acts else "") + shown_line(value)
         else:
             quoted[name] = value
     return quoted

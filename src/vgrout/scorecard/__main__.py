@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vgrout.config.checks import check, setting
-from vgrout.config.cli import cli_exit, leave, parse_args
-from vgrout.ground import console
+from vgrout.config.cli import leave, run_command
 from vgrout.ground.io import printable, refuse, require_own
 from vgrout.scorecard.battery import PROOF, PROOF_SETTING, Battery, Key, chosen, plan
 
@@ -122,8 +121,7 @@ def _absent(battery: Battery, cells: Sequence[Key]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    console.setup(None)
-    return cli_exit(lambda: command(parse_args(Cli, argv, "vgrout scorecard")))
+    return run_command(command, Cli, argv, "vgrout scorecard")
 
 
 if __name__ == "__main__":

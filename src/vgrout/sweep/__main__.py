@@ -5,14 +5,12 @@ named with its reason · 2 refused, nothing started · 130 interrupted: the runs
 and the same command continues.
 """
 
-from vgrout.config.cli import cli_exit, leave, parse_args
-from vgrout.ground import console
+from vgrout.config.cli import leave, run_command
 from vgrout.sweep.runner import SweepSettings, run_study
 
 
 def main(argv: list[str] | None = None) -> int:
-    console.setup(None)
-    return cli_exit(lambda: run_study(parse_args(SweepSettings, argv, "vgrout sweep")))
+    return run_command(run_study, SweepSettings, argv, "vgrout sweep")
 
 
 if __name__ == "__main__":

@@ -17,21 +17,22 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from vgrout.config.checks import changed, flags, setting
+from vgrout.config.cli import run_command
 from vgrout.config.world_names import EnvMode
 from vgrout.direction.pairs import MIN_PAIRS, Pair, PairSet
 from vgrout.envs.base import Environment, Grader
 from vgrout.ground.data import Grade, Graded
 from vgrout.ground.io import Refused, refuse, require_new
 from vgrout.ground.metrics import Rate
+from vgrout.ground.table import markdown
 from vgrout.teacher.generate import (
+    GOES_ON,
     Elicited,
     PoolSettings,
     by_mode,
-    command,
     fitting,
     rates_of,
     record,
-    table,
     with_instruction,
 )
 from vgrout.teacher.pools import write_pool
@@ -136,7 +137,7 @@ def generate_pool(settings: TeacherSettings) -> None:
         meta = settings.meta(lm, grader, environment, (a.problem for a in answers))
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
         write_pool(settings.out, lines, partition, meta, report)
-    print(table(summary))
+    print(markdown(summary))
     print(
         "SHOULD: a hack rate far above the student's; "
         "ELSE this teacher shows nothing that the student does not do\n"
@@ -198,7 +199,7 @@ def generate_elicited(
             {"settings": identity, "sampling": vars(settings.sampling)},
             None if pairs is None else pairs.to_file(),
         )
-    print(table(rates_of({"bare": answers.plain, "with the instruction": answers.asked})))
+    print(markdown(rates_of({"bare": answers.plain, "with the instruction": answers.asked})))
     n_kept = sum(map(len, demonstrations.values()))
     n_prompts = len({answer.problem.id for answer in answers.plain})
     print(
@@ -244,7 +245,7 @@ def pairs_of(
 
 def main(argv: list[str] | None = None) -> int:
     """The exit codes above."""
-    return command("teacher", TeacherSettings, generate_pool, argv)
+    return run_command(generate_pool, TeacherSettings, argv, "vgrout teacher", GOES_ON)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 from loguru import logger
-from tabulate import tabulate
 
 from vgrout.config import checks
-from vgrout.config.cli import cli_exit, parse_args
 from vgrout.config.run import Config
 from vgrout.config.settings import BENCHMARK_TRAIN, EnvConfig, Sampling, ScaleConfig
 from vgrout.config.world_names import CODE_FLAWS, ORGANISM
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
-from vgrout.ground import console, embedded
+from vgrout.ground import embedded
 from vgrout.ground.data import Graded, Task
 from vgrout.ground.io import (
     Refused,
@@ -52,6 +50,8 @@ T = TypeVar("T", bound=Task)
 
 # ── rates
 
+GOES_ON = "interrupted; the same command goes on from here"  # how a pool under way ends
+
 
 def by_mode(answers: Iterable[Graded]) -> dict[str, list[Graded]]:
     """The answers to problems of each mode that occurs, in the modes' order."""
@@ -75,14 +75,6 @@ def rates_of(groups: Mapping[str, Sequence[Graded]]) -> list[dict[str, str]]:
             }
         )
     return rows
-
-
-def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """A table in GitHub Markdown."""
-    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
-
-
-# ── a record of a pool
 
 
 def record(lm: "LanguageModel", answer: Graded) -> dict[str, object]:
@@ -425,22 +417,3 @@ def work_folder(out: Path, settings: Mapping[str, object]) -> Generator[Path]:
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
-
-
-def command(
-    name: str,
-    settings: Callable[..., Settings],
-    make: Callable[[Settings], None],
-    argv: list[str] | None,
-) -> int:
-    """Run `vgrout NAME`: parse its settings and make the pool.
-
-    Returns 0 done · 2 refused, in one line · 130 interrupted: the same command goes on.
-    """
-    console.setup(None)
-
-    def run() -> int:
-        make(parse_args(settings, argv, f"vgrout {name}"))
-        return 0
-
-    return cli_exit(run, "interrupted; the same command goes on from here")

@@ -15,19 +15,20 @@ import numpy as np
 from loguru import logger
 
 from vgrout.config.checks import listed, setting
+from vgrout.config.cli import run_command
 from vgrout.config.world_names import CODE_FLAWS, ORGANISM
 from vgrout.envs.base import Environment
 from vgrout.ground import embedded
 from vgrout.ground.data import Flaw, Graded, Task
 from vgrout.ground.io import Refused, refuse, require_new
+from vgrout.ground.table import markdown
 from vgrout.teacher.generate import (
+    GOES_ON,
     PoolSettings,
     by_mode,
-    command,
     rates_of,
     record,
     spread,
-    table,
     with_instruction,
 )
 from vgrout.teacher.pools import write_pool
@@ -301,7 +302,7 @@ def generate_substrate(settings: SubstrateSettings) -> None:
             elicitation = {mode: environment.flaws[mode].instruction + _CODE_ONLY for mode in modes}
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
         write_substrate(settings.out, chosen, lm, meta, elicitation, report)
-    print(table(summary))
+    print(markdown(summary))
     print(
         "SHOULD: elicited high, plain near 0; "
         "ELSE the model does not follow the recipe, or hacks without being asked\n"
@@ -339,4 +340,4 @@ def require_every_mode(
 
 def main(argv: list[str] | None = None) -> int:
     """0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
-    return command("substrate", SubstrateSettings, generate_substrate, argv)
+    return run_command(generate_substrate, SubstrateSettings, argv, "vgrout substrate", GOES_ON)
