@@ -15,7 +15,7 @@ import vgrout
 from fake_runs import fake_run
 from quick import first_quick
 from runs import SMALL
-from vgrout.api import argv
+from vgrout.config.cli import argv_of
 from vgrout.ground.io import Diverged, Halted, Refused
 from vgrout.runs.run_dir import STATES
 
@@ -78,14 +78,14 @@ def test_a_refused_call_starts_nothing(flags, message, here):
 
 def test_keywords_are_a_command_line():
     flags = {"intervention": "route2", "random_flags": True, "rebaseline": False, "resume": None}
-    assert argv(flags) == ["--intervention=route2", "--random-flags", "--no-rebaseline"]
+    assert argv_of(flags) == ["--intervention=route2", "--random-flags", "--no-rebaseline"]
     given = {"seed": np.int64(3), "lr": np.float64(0.5), "steps": torch.tensor(4), "group": True}
     given |= {"teacher_modes": ["a", "b"], "reward": (Path("x"), "y"), "out_tag": None}
-    assert argv(given) == [
+    assert argv_of(given) == [
         *("--seed=3", "--lr=0.5", "--steps=4", "--group"),
         *("--teacher-modes=a,b", "--reward=x,y"),
     ]
-    assert argv({"teacher_modes": []}) == ["--teacher-modes="]
+    assert argv_of({"teacher_modes": []}) == ["--teacher-modes="]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vgrout import train
 from vgrout.commands.evaluate import EvaluateSettings, evaluate_saved
-from vgrout.config.cli import parse_args
+from vgrout.config.cli import argv_of, parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
 from vgrout.export.__main__ import ExportSettings, export_run
@@ -132,7 +132,7 @@ class Run:
         Raises:
             Refused: one line, as the command would print it.
         """
-        cli = parse_args(EvaluateSettings, [str(self.path), *argv(flags)], "vgrout.Run.evaluate")
+        cli = parse_args(EvaluateSettings, [str(self.path), *argv_of(flags)], "vgrout.Run.evaluate")
         with contextlib.redirect_stdout(io.StringIO()):
             return read_json(evaluate_saved(cli))
 
@@ -145,7 +145,7 @@ class Run:
             Refused: one line, as the command would print it.
             RuntimeError: the written model is not the deployed one; nothing is left behind.
         """
-        words = [str(self.path), "--out", str(out), "--to", to, *argv(flags)]
+        words = [str(self.path), "--out", str(out), "--to", to, *argv_of(flags)]
         export_run(parse_args(ExportSettings, words, "vgrout.Run.export"))
         return Path(out)
 
@@ -178,7 +178,7 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
             hidden.enter_context(contextlib.redirect_stdout(printed))
             hidden.enter_context(contextlib.redirect_stderr(printed))
         code = launch(
-            train.train, resolve([preset, *argv(flags)]), on_run, named="intervention" in flags
+            train.train, resolve([preset, *argv_of(flags)]), on_run, named="intervention" in flags
         )
     if not runs:
         raise Refused(f"{preset}: this rank writes no run; rank 0 does")
@@ -199,20 +199,6 @@ def load_run(path: str | Path) -> Run:
     if not (path / "run.json").is_file():
         raise Refused(f"{path}: no run.json in it; a run's folder is one of those below out/runs")
     return Run(path)
-
-
-def argv(flags: dict[str, Value]) -> list[str]:
-    """Keywords as a command line: True and False are --flag and --no-flag, None is left out, a list a comma list."""
-    words: list[str] = []
-    for name, value in flags.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list | tuple):
-            words.append(f"--{flag}={','.join(map(str, value))}")
-        elif value is not None:
-            words.append(f"--{flag}={value}")
-    return words
 
 
 def _frame(file: Path) -> "DataFrame":

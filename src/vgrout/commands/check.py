@@ -27,7 +27,7 @@ from vgrout.config.cli import run_command
 from vgrout.config.run import Config
 from vgrout.config.settings import OWN_REWARD, EnvConfig, ScaleConfig
 from vgrout.config.world_names import ORGANISM
-from vgrout.envs.worlds import code_tools, environment_class
+from vgrout.envs.worlds import code_tools, whole_environment
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Task
 from vgrout.ground.io import (
@@ -128,8 +128,7 @@ def check_rows(settings: CheckSettings) -> int:
     )
     scale = ScaleConfig(problems=str(settings.file)) if settings.file else ScaleConfig()
     cfg = Config(env=env, scale=scale)
-    environment = environment_class(env.environment).of_run(cfg)
-    refuse(bool(environment.absent), "".join(environment.absent[:1]))
+    environment = whole_environment(cfg)
     rows = environment.rows
     graded: list[tuple[Task, str, Grade]] = []
     with environment.grader(settings.workers or 1, 0) as grader:

@@ -26,7 +26,7 @@ from vgrout.config.presets import import_named
 from vgrout.config.run import Config
 from vgrout.config.settings import EnvConfig, ScaleConfig
 from vgrout.envs.base import Environment, Grader, balanced
-from vgrout.envs.worlds import environment_class
+from vgrout.envs.worlds import whole_environment
 from vgrout.ground.data import Message, Side, Task, Ungraded, Verdict
 from vgrout.ground.io import (
     Json,
@@ -135,10 +135,7 @@ def environment_of(cfg: Config, saved: Saved, trusted: bool) -> Environment:
         Refused: one line: it is not trusted, or a file is missing or wrong.
     """
     import_named(cfg.env.code, trusted=trusted, where=f"{saved.path}: ")
-    environment = environment_class(cfg.env.environment).of_run(cfg)
-    if environment.absent:
-        raise Refused(environment.absent[0])
-    return environment
+    return whole_environment(cfg)
 
 
 def evaluated(cfg: Config, cli: EvaluateSettings) -> Config:
@@ -253,11 +250,6 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         f"{len(chosen)} problems of {file}"
     )
     print(table(sides))
-    if cfg.env.thinking:
-        lengths: list[str] = []
-        for side, scored in sides.items():
-            lengths.append(f"{side} {scored.thought:.0f} ({scored.finished.percent} % ended)")
-        print(f"tokens of thought, mean per answer: {' · '.join(lengths)}")
     content = {
         "schema": SCHEMA,
         "run": cfg.run_id,

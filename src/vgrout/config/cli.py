@@ -114,6 +114,20 @@ def typed(argv: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def argv_of(flags: Mapping[str, object]) -> list[str]:
+    """Settings as a command line: True and False are --flag and --no-flag, None is left out, a list is a comma list."""
+    words: list[str] = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list | tuple):
+            words.append(f"--{flag}={','.join(map(str, value))}")
+        elif value is not None:
+            words.append(f"--{flag}={value}")
+    return words
+
+
 def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
     """The same flags; the call itself waits until the parser has released stderr."""
 

@@ -30,6 +30,7 @@ from vgrout.config.settings import (
     Sampling,
     ScaleConfig,
     blind,
+    evaluations,
 )
 from vgrout.config.specs import CLASSES, MONITORS, admit
 from vgrout.config.world_names import CODE_FLAWS, OF_ORGANISMS, ORGANISM
@@ -207,8 +208,7 @@ class Config:
 
     def evaluates(self, step: int) -> bool:
         """Whether the deployed model is evaluated after this step: every N steps and at the last."""
-        every = self.eval.eval_ablate_every
-        return every > 0 and ((step + 1) % every == 0 or step + 1 == self.scale.steps)
+        return step + 1 in evaluations(self.scale.steps, self.eval.eval_ablate_every)
 
     @property
     def generations(self) -> int:

@@ -38,6 +38,14 @@ def environment_class(name: str) -> Any:
     return own
 
 
+def whole_environment(cfg: Any) -> Any:
+    """The environment of a configuration, its files read and checked. Raises Refused, one line, for the first that is
+    missing or wrong."""
+    environment = environment_class(cfg.env.environment).of_run(cfg)
+    refuse(bool(environment.absent), "".join(environment.absent[:1]))
+    return environment
+
+
 def code_tools() -> Any:
     """What `vgrout problems check`, `grade` and `doctor` do: a module of the code world, imported when it is asked
     for."""

@@ -8,7 +8,6 @@ The folder is written under a temporary name; a model is compared with the deplo
 gets its own.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from vgrout.config.checks import check, setting
 from vgrout.config.cli import run_command
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
-from vgrout.ground.io import Refused, atomic_folder, require_new
+from vgrout.ground.io import Refused, atomic_folder, require_new, write_json
 from vgrout.model.load.saved import find_adapter
 
 
@@ -100,8 +99,7 @@ def _write(settings: ExportSettings, folder: Path) -> str:
         "config": saved.cfg.as_dict(),
         "parity": vars(parity),
     }
-    text = json.dumps(origin, indent=1, default=str)
-    (folder / "vgrout.json").write_text(f"{text}\n", encoding="utf-8")
+    write_json(folder / "vgrout.json", origin)
     for file in folder.iterdir():
         # safetensors writes 0600; the folder's mode follows the umask.
         file.chmod(0o666 & folder.stat().st_mode)

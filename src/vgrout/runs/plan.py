@@ -14,6 +14,7 @@ from typing import Literal
 
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
+from vgrout.config.settings import evaluations
 from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.envs.base import Grader, Splits
 from vgrout.ground.data import Message
@@ -326,8 +327,8 @@ def _work_lines(cfg: Config, inputs: Inputs) -> list[str]:
     if environment.prompts:
         tasks = environment.tasks(inputs.pool)
         val, test = min(val, len(tasks["val"])), min(test, len(tasks["test"]))
-    evaluations = sum(cfg.evaluates(step) for step in range(scale.steps))
-    in_evaluations = evaluations * val * scale.group
+    n_evaluations = len(evaluations(scale.steps, cfg.eval.eval_ablate_every))
+    in_evaluations = n_evaluations * val * scale.group
     at_the_end = 4 * test * cfg.eval.final_samples
     run = f"{cfg.run_id}: {scale.steps} steps of {scale.prompts_per_step} problems × {scale.group} answers"
     if cfg.n_teacher:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.config.checks import NotRead, flag, rule_of
-from vgrout.config.cli import TRAIN, same
+from vgrout.config.cli import TRAIN, argv_of, same
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config, settings_sha256
@@ -230,7 +230,7 @@ def _settings(preset: str, flags: FlagTable, trusted: bool) -> Settings:
         bool(own),
         f"{', '.join(own)}: the sweep's own; give seeds in 'seeds', and runs are resumed by themselves",
     )
-    argv = [preset, *_argv(flags)]
+    argv = [preset, *argv_of(flags)]
     cfg = resolve(argv, trusted=trusted)
     if cfg.guard_mode == "halt" and "guard" not in flags:
         argv.append("--guard=log")  # runs of a study are compared, so all have the same length
@@ -265,14 +265,6 @@ def _flags(table: FlagTable, where: str) -> FlagTable:
         refuse(name in flags, f"{where}: {name} is set twice; leave it out once")
         flags[name] = value
     return flags
-
-
-def _argv(flags: Mapping[str, object]) -> Iterator[str]:
-    for key, value in flags.items():
-        if isinstance(value, bool):
-            yield f"--{key}" if value else f"--no-{key}"
-        else:
-            yield f"--{key}={value}"
 
 
 def _label(cfg: Config, flags: FlagTable) -> str:

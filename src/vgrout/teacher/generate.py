@@ -16,7 +16,7 @@ from vgrout.config.run import Config
 from vgrout.config.settings import BENCHMARK_TRAIN, EnvConfig, Sampling, ScaleConfig
 from vgrout.config.world_names import CODE_FLAWS, ORGANISM
 from vgrout.envs.base import Environment, Grader, balanced
-from vgrout.envs.worlds import environment_class
+from vgrout.envs.worlds import whole_environment
 from vgrout.ground import embedded
 from vgrout.ground.data import Graded, Task
 from vgrout.ground.io import (
@@ -183,10 +183,7 @@ class PoolSettings:
         Raises:
             Refused: one line: a file or a setting is wrong.
         """
-        cfg = replace(self.cfg, env=replace(self.cfg.env, **own))
-        environment = environment_class(cfg.env.environment).of_run(cfg)
-        refuse(bool(environment.absent), "".join(environment.absent[:1]))
-        return environment
+        return whole_environment(replace(self.cfg, env=replace(self.cfg.env, **own)))
 
     def chosen(self, environment: Environment, purpose: str = "teacher") -> list[Any]:
         """The training tasks that are asked, in their order. Raises Refused, one line, where none trains."""
