@@ -60,7 +60,7 @@ def test_weights_adapter_and_cache_are_counted_right(tmp_path):
     assert sum(p.numel() for p in model.parameters()) == SHAPES.parameters + norms
     adapter = SvdAdapter(model, tmp_path)
     assert len(adapter) == SHAPES.R
-    assert sum(s.U.numel() + s.Vh.numel() for s in adapter.sites.values()) == SHAPES.factors()
+    assert sum(s.U.numel() + s.Vh.numel() for s in adapter.sites.values()) == SHAPES.factors
     content = sum(f.stat().st_size for f in tmp_path.iterdir())
     header = 400 * len(adapter.sites)
     assert SHAPES.svd_cache_bytes(2) <= content <= SHAPES.svd_cache_bytes(2) + header

@@ -60,8 +60,8 @@ def held(policy):
     # bytes of what is cut, and of all
     of_cut, everything = [], [p.data for p in policy.model.parameters()]
     for s in policy.adapter.sites.values():
-        of_cut += [s.linear.weight.data, s.W, s.Vh if s.name.endswith(("o_proj", "down_proj")) else s.U]
-        everything += [s.W, s.U, s.Vh]
+        of_cut += [s.linear.weight.data, s.W, s.held_U, s.held_Vh]
+    everything += of_cut
     return nbytes(of_cut), nbytes(everything)
 
 def nbytes(tensors):
@@ -104,8 +104,8 @@ with ranks.joined():
         same = [[c.ids for c in row] for row in drawn[0]] == [[c.ids for c in row] for row in drawn[1]]
         found[f"{name} {dtype}"] = {
             "off": off, "weights": all(weights), "tokens": same, "one": held(one), "two": held(two),
-            "planned": shapes_of(two.model.config.to_dict()).factors(2),
-            "factors": sum(s.U.numel() + s.Vh.numel() for s in two.adapter.sites.values()),
+            "planned": shapes_of(two.model.config.to_dict()).factors // 2,
+            "factors": sum(s.held_U.numel() + s.held_Vh.numel() for s in two.adapter.sites.values()),
             "fast": (one.lean, one.packs) == (two.lean, two.packs),
         }
     Path(f"{ranks.rank()}.json").write_text(json.dumps(found))
@@ -202,7 +202,7 @@ def test_who_cannot_share_a_model():
         Refused, match=r"--tensor-parallel 2: takes a multiple of 2 processes .* not 1; "
     ):
         plan.require_shards(resolve(["smoke", TENSOR, "2"]))
-    with pytest.raises(Refused, match=r"--tensor-parallel 4: does not divide .*key_value_heads, 2"):
+    with pytest.raises(Refused, match=r"--tensor-parallel 4: does not divide .*key/value heads, 2"):
         plan.require_shards(resolve(["smoke", TENSOR, "4"]))
     with torch.device("meta"):
         without_plan = StableLmForCausalLM(StableLmConfig(**SHAPE))

@@ -40,6 +40,8 @@ PATIENCE = timedelta(minutes=30)
 
 # The ranks that hold one model together with this one. None: it has a whole model.
 _sharers: "ProcessGroup | None" = None
+# Those that hold the same part of their own. None: all ranks do.
+_peers: "ProcessGroup | None" = None
 
 
 class RankLost(Exception):
@@ -101,21 +103,23 @@ def joined() -> Generator[None]:
         world_size=size(),
         timeout=PATIENCE,
     )
-    global _sharers
+    global _sharers, _peers
     try:
         yield
     finally:
-        _sharers = None
+        _sharers = _peers = None
         torch.distributed.destroy_process_group()
 
 
 def share_model(n: int) -> None:
     """From now on each n consecutive ranks hold one model together."""
-    global _sharers
+    global _sharers, _peers
     if n > 1:
         from torch import distributed
 
         _sharers, _ = distributed.new_subgroups(n, timeout=PATIENCE)
+        same = [[*range(i, size(), n)] for i in range(n)]
+        _peers, _ = distributed.new_subgroups_by_enumeration(same, timeout=PATIENCE)
 
 
 def shards() -> int:
@@ -136,6 +140,16 @@ def sum_shards(x: "Tensor") -> "Tensor":
     with _exchanging():
         distributed.all_reduce(x, group=_sharers)
     return x
+
+
+def join_shards(x: "Tensor") -> "Tensor":
+    """The x [n, …] of the ranks that hold one model together, one below the other."""
+    from torch import distributed
+
+    joined = x.new_empty(shards() * len(x), *x.shape[1:])
+    with _exchanging():
+        distributed.all_gather_into_tensor(joined, x.contiguous(), group=_sharers)
+    return joined
 
 
 @contextlib.contextmanager
@@ -255,23 +269,26 @@ def total(x: "Tensor") -> "Tensor":
     """Σ of x [N, …] over the ranks, the same on each to the last bit.
 
     It is added in rank order in fp64. A rank sends only the rows that are not zero. N, or any other
-    length, may be 0: in a step without signal there is no row.
+    length, may be 0: in a step without signal there is no row. Of ranks that hold one model
+    together x is first summed in place.
     """
-    if size() == 1:
+    if shards() > 1:
+        sum_shards(x)
+    if shards() == size():
         return x
     import torch.distributed
 
     # flatten, not reshape to −1: that is ambiguous where a length is 0
     has_value = x if x.ndim == 1 else x.flatten(1).any(1)
     own = has_value.nonzero().flatten()
-    rows = gather(own.tolist)
+    rows = gather(own.tolist)[shard() :: shards()]
     most = max(len(of_rank) for of_rank in rows)
     # all ranks send tensors of one shape
     sent = x.new_zeros(max(1, most), *x.shape[1:])
     sent[: len(own)] = x[own]
     parts = [torch.empty_like(sent) for _ in rows]
     with _exchanging():
-        torch.distributed.all_gather(parts, sent)
+        torch.distributed.all_gather(parts, sent, group=_peers)
     summed = torch.zeros_like(x, dtype=torch.float64)
     for of_rank, part in zip(rows, parts, strict=True):
         summed[of_rank] += part[: len(of_rank)].double()

@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vgrout.ground import ranks
 from vgrout.model.attention import uploaded
 from vgrout.model.prefixes import Pieces
 from vgrout.model.svd_adapter import Active, AdaptedLinear, SvdAdapter, Vector
@@ -69,6 +70,9 @@ class PerRolloutGrads:
         self._singular_values: dict[Active, Vector] = {}
         # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
         self._root = torch.zeros((), device=δS.device, requires_grad=True)
+        # Where ranks hold one model together: the input whose ∂L/∂x is summed over them, once all
+        # Linears that read it have added theirs.
+        self._hooked: Tensor | None = None
         # Which token of the batch that was announced last adds to which row of g.
         self.assigned: AssignedTokens
 
@@ -98,22 +102,26 @@ class PerRolloutGrads:
         # Reentrant checkpointing runs the first forward without a graph; its second one counts.
         if not torch.is_grad_enabled():
             return y
+        if (
+            site.shard is not None
+            and site.shard.dim == 0
+            and x.requires_grad
+            and x is not self._hooked
+        ):
+            self._hooked = x
+            x.register_hook(ranks.sum_shards)
         return _CollectingLinear.apply(y.detach(), x, self._root, self, site)
 
     def input_gradient(self, site: AdaptedLinear, dy: Tensor, dy_U: Tensor | None) -> Tensor:
-        """∂L/∂x = W'ᵀ ∂L/∂y, of all rows of W' where ranks have some each.
+        """∂L/∂x = W'ᵀ ∂L/∂y.
 
         dy_U: ∂L/∂y in U's basis, where it has been computed. From there on Vhᵀ diag(S + δ) is less
             work than W'ᵀ if d_out > d_in.
         """
         d_out, d_in = site.W.shape
         if dy_U is None or d_out <= d_in:
-            dx = dy @ site.linear.weight
-        else:
-            dx = (dy_U * self._singular_values_now(dy.dtype)[site.span]) @ site.Vh
-        if site.shard is not None and site.shard.dim == 0:
-            site.shard.total(dx)
-        return dx
+            return dy @ site.linear.weight
+        return (dy_U * self._singular_values_now(dy.dtype)[site.span]) @ site.Vh
 
     def _singular_values_now(self, dtype: torch.dtype) -> Vector:
         """S + δ of all modules, under the active vectors."""
@@ -189,11 +197,13 @@ class AssignedTokens:
             self._sums_of(site).addmm_(self.is_token_of, products)
             return dy_U.unflatten(0, shape)
         into = self.gradients[:, site.span]
+        U, Vh = site.U, site.Vh
         for row, (first, *others) in self.slices.items():
             M = dy[first].mT @ x[first]
             for tokens in others:
                 M.addmm_(dy[tokens].mT, x[tokens])
-            into[row].add_(site.project(M, into.dtype))  # += would also copy the row to itself
+            M_V = (M @ Vh.mT).to(into.dtype)
+            into[row].add_((M_V * U).sum(0))  # += would also copy the row to itself
         return None
 
     def _sums_of(self, site: AdaptedLinear) -> Float[Tensor, "rows r"]:

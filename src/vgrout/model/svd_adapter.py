@@ -75,18 +75,31 @@ class AdaptedLinear:
 
     `W`, `U` and `Vh` have the model's dtype. In bf16 the rounded U and Vh *are* the basis.
 
-    Under tensor parallelism `W`, and one of `U` and `Vh`, are this rank's part (`Shard`).
+    Under tensor parallelism `W`, and one of `U` and `Vh`, are this rank's part (`Shard`); of the
+    other factor it holds some singular vectors, and every access to it is an exchange.
     """
 
     name: str
     linear: nn.Linear
     W: Weight
-    U: Float[Tensor, "d_out r"]
+    held_U: Float[Tensor, "d_out r"]
     S: Float[Tensor, " r"]
-    Vh: Float[Tensor, "r d_in"]
+    held_Vh: Float[Tensor, "r d_in"]
     signs: Float[Tensor, "k r"]  # (Uᵀ a) ⊙ (Vh z) for k pairs of fixed random signs a and z
     span: slice  # its part of the flat vectors
     shard: "Shard | None"
+
+    @property
+    def U(self) -> Float[Tensor, "d_out r"]:
+        """The left singular vectors, one a column."""
+        rowwise = self.shard is not None and self.shard.dim == 1
+        return ranks.join_shards(self.held_U.mT).mT if rowwise else self.held_U
+
+    @property
+    def Vh(self) -> Float[Tensor, "r d_in"]:
+        """The right singular vectors, one a row."""
+        colwise = self.shard is not None and self.shard.dim == 0
+        return ranks.join_shards(self.held_Vh) if colwise else self.held_Vh
 
     @property
     def shape(self) -> torch.Size:
@@ -109,17 +122,12 @@ class AdaptedLinear:
             ΔW = self.change(δ)
             out.copy_(ΔW.add_(self.W))
             return
-        Uδ = (self.U * δ[self.span]).to(self.Vh.dtype)
+        Uδ = (self.U * δ[self.span]).to(self.W.dtype)
         ΔW = (Uδ @ self.Vh).to(δ.dtype)
         if self.shard is not None:
             whole = dither[: self.shape.numel()].view(self.shape)
             dither = self.shard.of(whole).flatten()
         round_by(dither, ΔW.add_(self.W), out)
-
-    def project(self, M: Weight, dtype: torch.dtype) -> Float[Tensor, " r"]:
-        """diag(Uᵀ M Vhᵀ): the gradient on δ, from the gradient M on the weight."""
-        M_V = (M @ self.Vh.mT).to(dtype)
-        return (M_V * self.U).sum(0)
 
 
 def round_by(
@@ -183,8 +191,6 @@ def left_out(model: nn.Module, adapted: Iterable[str]) -> list[str]:
 
 # By a model's plan, the dimension of W that is cut; None: the module is held whole.
 CUT = {"colwise": 0, "rowwise": 1, "replicated_with_grad_allreduce": None}
-# Sizes of a configuration that are divided.
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 @dataclass(slots=True)
@@ -196,33 +202,31 @@ class Shard:
 
     | plan | W and W' [d_out, d_in] | U [d_out, r] | Vh [r, d_in] | summed over the ranks |
     |---|---|---|---|---|
-    | colwise | some rows | the same rows | whole | ∂L/∂x |
-    | rowwise | some columns | whole | the same columns | y |
+    | colwise | some rows | the same rows | some rows | ∂L/∂x |
+    | rowwise | some columns | some columns | the same columns | y |
 
     What a rank collects of g = Σ_t (Vh x_t) ⊙ (Uᵀ ∂L/∂y_t) with its part is a summand of g, which
     `ranks.total` adds up with other rows' gradients. All else of the model is held whole.
     """
 
     dim: int  # of W: 0, some rows; 1, some columns
-    start: int
-    length: int
     shape: torch.Size  # of the whole W
     whole: Weight | None  # W on the host, until it has been decomposed
 
     def of(self, matrix: Tensor) -> Tensor:
-        """The part of a whole W, or of that factor of it which is cut."""
-        return matrix.narrow(self.dim, self.start, self.length)
+        """The part of a whole W, U, Vh or bias."""
+        return matrix.chunk(ranks.shards(), self.dim)[ranks.shard()]
 
-    def total(self, x: Tensor) -> Tensor:
-        """Σ of x over the ranks that hold the Linear together, in place."""
-        return ranks.sum_shards(x)
+    def copy_of(self, matrix: Tensor) -> Tensor:
+        """The same, without the rest."""
+        return self.of(matrix).clone(memory_format=torch.contiguous_format)
 
 
 def cuts(model: PreTrainedModel, n: int) -> dict[str, int]:
     """The dimension along which each adapted Linear is cut for n ranks. No weight is read.
 
     Raises:
-        Refused: one line: the model has no plan, or one that does more, or cannot be divided by n.
+        Refused: one line: the model has no plan, or one that does more.
     """
     kind = type(model).__name__
     plan: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
@@ -239,10 +243,6 @@ def cuts(model: PreTrainedModel, n: int) -> dict[str, int]:
             f"--tensor-parallel {n}: transformers has no plan for {kind} that divides exactly the "
             "adapted layers; leave it out"
         )
-    for name in DIVIDED:
-        size = getattr(model.config, name, n)
-        if size % n:
-            raise Refused(f"--tensor-parallel {n}: does not divide {kind}'s {name}, {size}")
     return dims
 
 
@@ -255,18 +255,16 @@ def cut(model: PreTrainedModel) -> None:
         Refused: as `cuts`.
     """
     weights_sha256(model, None)  # which is not to be had of parts
-    n = ranks.shards()
-    for name, dim in cuts(model, n).items():
+    for name, dim in cuts(model, ranks.shards()).items():
         linear: Any = model.get_submodule(name)
         W = linear.weight.data
-        length = W.shape[dim] // n
-        shard = Shard(dim, ranks.shard() * length, length, W.shape, W)
-        linear.weight.data = shard.of(W).clone(memory_format=torch.contiguous_format)
+        shard = Shard(dim, W.shape, W)
+        linear.weight.data = shard.copy_of(W)
         linear.out_features, linear.in_features = linear.weight.shape
         linear.shard = shard
         bias = linear.bias
         if bias is not None and dim == 0:
-            bias.data = shard.of(bias.data).clone()
+            bias.data = shard.copy_of(bias.data)
         if dim == 1:
             if bias is not None and ranks.shard():
                 bias.data.zero_()  # it is in the sum once
@@ -604,8 +602,7 @@ def _decomposed(linears: Mapping[str, nn.Linear], cache: SvdCache) -> dict[str, 
         signs = _fingerprint_signs(U, Vh, generator)
         if shard is not None:
             shard.whole = None
-            cut = shard.of(Vh if shard.dim else U).clone(memory_format=torch.contiguous_format)
-            U, Vh = (U, cut) if shard.dim else (cut, Vh)
+            U, Vh = shard.copy_of(U), shard.copy_of(Vh)
         span = slice(start, start + len(S))
         sites[name] = AdaptedLinear(name, linear, linear.weight.data, U, S, Vh, signs, span, shard)
         start = span.stop

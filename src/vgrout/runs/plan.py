@@ -6,6 +6,7 @@
 import shutil
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -134,7 +135,10 @@ def step_here(cfg: Config, shapes: Shapes, prompts: Prompts) -> Step:
 
 def require_shards(cfg: Config) -> None:
     """Raises Refused where --tensor-parallel does not divide the model, or this machine's ranks."""
-    if cfg.run.tensor_parallel > 1:
+    n = cfg.run.tensor_parallel
+    if n > 1:
+        if shapes := find_shapes(cfg.model_path):
+            shapes.part(n)
         from vgrout.model.load import load  # torch, for this flag alone
 
         load.require_shards(cfg)
@@ -151,10 +155,11 @@ def require_memory(cfg: Config, prompts: Prompts) -> None:
         return
     others = {"--quarantine block:-2": replace(step, quarantined=min(1, step.quarantined))}
     others["--intervention none"] = replace(step, quarantined=0, by_rollout=False)
-    for n in (2, 4, 8):
-        if step.shards < n <= len(visible()):
-            others[f"--tensor-parallel {n}"] = replace(step, shards=n)
     fit = {flag: other.plan(0).peak for flag, other in others.items()}
+    for n in (2, 4, 8):
+        if step.shards < n <= (8 if cfg.run.dry_run else len(visible())):
+            with suppress(Refused):  # n does not divide the model
+                fit[f"--tensor-parallel {n}"] = replace(step, shards=n).plan(0).peak
     enough = [f"{flag} ({n / GIB:.3g} GiB)" for flag, n in fit.items() if n <= room]
     where = f"--memory-gib {cfg.run.memory_gib:g}" if cfg.run.memory_gib else "--model"
     raise Refused(

@@ -357,8 +357,8 @@ def require_shards(cfg: Config) -> None:
         cuts(_without_weights(folder), n)
     if ranks.here() % n:
         raise Refused(
-            f"--tensor-parallel {n}: takes a multiple of {n} processes on a machine, not {ranks.here()}; "
-            f"start with `torchrun --standalone --nproc-per-node {n} -m -- vgrout.train …`"
+            f"--tensor-parallel {n}: takes a multiple of {n} processes on a machine, not {ranks.here()}; start with "
+            f"`torchrun --standalone --nproc-per-node {n} -m -- vgrout.train …`, or give --tensor-parallel 1"
         )
 
 

@@ -249,7 +249,7 @@ class Step:
             factors = merged = 0
             adapter = 3 * shapes.parameters * size  # gradients and two moments
         else:
-            factors = shapes.svd_cache_bytes(size, self.shards)
+            factors = shapes.factors // self.shards * size + shapes.R * FP32
             of_block = part.adapted // shapes.layers
             merged = (shapes.layers + self.quarantined) * of_block * size
             adapter = self.adapter_vectors() * shapes.R * FP32

@@ -119,7 +119,7 @@ class FoundModel:
             return 0
         if self.adapter is None:
             return shapes.parameters
-        return shapes.parameters + shapes.factors() + shapes.adapted
+        return shapes.parameters + shapes.factors + shapes.adapted
 
     def identity(self) -> dict[str, str | None]:
         """Name of the base and sha256 of the adapter's file, for a run's records."""

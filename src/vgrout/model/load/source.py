@@ -379,18 +379,25 @@ class Shapes:
         return self.layers * sum(map(min, self.linears.values()))
 
     def part(self, n: int) -> "Shapes":
-        """What one of n ranks has that hold a model together: some heads, some of the MLP."""
+        """What one of n ranks has that hold a model together: some heads, some of the MLP.
+
+        Raises:
+            Refused: n does not divide a size.
+        """
+        sizes = {"heads": self.heads, "key/value heads": self.kv_heads}
+        for what, size in (sizes | {"width": self.hidden, "MLP's width": self.mlp}).items():
+            if size % n:
+                raise Refused(f"--tensor-parallel {n}: does not divide the model's {what}, {size}")
         return replace(self, heads=self.heads // n, kv_heads=self.kv_heads // n, mlp=self.mlp // n)
 
-    def factors(self, n: int = 1) -> int:
-        """Entries of every U and Vh, as one of n ranks has them."""
-        of_part = self.part(n).linears
-        of_layer = sum(sum(of_part[name]) * min(whole) for name, whole in self.linears.items())
-        return self.layers * of_layer
+    @property
+    def factors(self) -> int:
+        """Entries of every U and Vh."""
+        return self.layers * sum(sum(shape) * min(shape) for shape in self.linears.values())
 
-    def svd_cache_bytes(self, itemsize: int, n: int = 1) -> int:
-        """Bytes of U and Vh in the weights' dtype, and of S in fp32. n: as of `factors`."""
-        return self.factors(n) * itemsize + self.R * FP32
+    def svd_cache_bytes(self, itemsize: int) -> int:
+        """Bytes of U and Vh in the weights' dtype, and of S in fp32."""
+        return self.factors * itemsize + self.R * FP32
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of the keys and values of one token."""
@@ -426,7 +433,15 @@ SIZES = (
 
 
 # Public facts, so that a plan needs no download.
-KNOWN = {"Qwen/Qwen3-4B": Shapes(36, 2560, 9728, 32, 8, 128, 151_936, tied=True)}
+KNOWN = {
+    "Qwen/Qwen3-0.6B": Shapes(28, 1024, 3072, 16, 8, 128, 151_936, tied=True),
+    "Qwen/Qwen3-1.7B": Shapes(28, 2048, 6144, 16, 8, 128, 151_936, tied=True),
+    "Qwen/Qwen3-4B": Shapes(36, 2560, 9728, 32, 8, 128, 151_936, tied=True),
+    "Qwen/Qwen3-8B": Shapes(36, 4096, 12288, 32, 8, 128, 151_936, tied=False),
+    "Qwen/Qwen3-14B": Shapes(40, 5120, 17408, 40, 8, 128, 151_936, tied=False),
+    "Qwen/Qwen3-32B": Shapes(64, 5120, 25600, 64, 8, 128, 151_936, tied=False),
+    "meta-llama/Llama-3.3-70B-Instruct": Shapes(80, 8192, 28672, 64, 8, 128, 128_256, tied=False),
+}
 
 
 def shapes_of(config: Mapping[str, Json]) -> Shapes | None:

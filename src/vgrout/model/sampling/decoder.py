@@ -179,7 +179,7 @@ class LeanDecoder:
         kind = PrepackedLinears if prepacks else PlainLinears
         self.layers = [Block.of(layer, kind, self.small) for layer in self.core.layers]
         # a graph of a step in which ranks exchange was never tried
-        self.captures = static and model.device.type == "cuda" and self.layers[0].shard is None
+        self.captures = static and model.device.type == "cuda" and not self.layers[0].shared
         self.final_norm = Norm.of(self.core.norm.weight, self.core.norm)
         embeddings: Any = model.get_input_embeddings()
         self.embeddings: Tensor = embeddings.weight

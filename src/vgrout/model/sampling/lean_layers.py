@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 
+from vgrout.ground import ranks
 from vgrout.ground.tensor_types import at_least_fp32
 
 
@@ -184,7 +185,7 @@ class Block:
     mlp_norm: Norm
     up: Linears  # gate and up
     down: Linears
-    shard: Any  # of `down`, as `out` is cut; None: this rank has all of both
+    shared: bool  # of `out` and `down` this rank has a part
 
     @staticmethod
     def of(layer: Any, kind: type[PlainLinears] | type[PrepackedLinears], small: bool) -> "Block":
@@ -207,16 +208,16 @@ class Block:
             mlp_norm=Norm.of(after.weight, after),
             up=kind.of([mlp.gate_proj, mlp.up_proj], fuse=small),
             down=kind.of([mlp.down_proj], fuse=small),
-            shard=getattr(mlp.down_proj, "shard", None),
+            shared=hasattr(mlp.down_proj, "shard"),
         )
 
     def add(
         self, linears: Linears, residual: Float[Tensor, "n d"], x: Float[Tensor, "n d_in"]
     ) -> Float[Tensor, "n d"]:
         """residual + W x, where W is `out` or `down`."""
-        if self.shard is None:
+        if not self.shared:
             return linears.add(residual, x)
-        return residual + self.shard.total(linears(x))
+        return residual + ranks.sum_shards(linears(x))
 
 
 def heads_of(attention: Any) -> tuple[int, int]:
