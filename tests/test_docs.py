@@ -168,6 +168,10 @@ def test_the_tutorials_study_is_a_study():
     assert len(load_study_file(file).runs) == 6
 
 
+def test_the_models_that_fit_are_those_of_the_plan():
+    assert runpy.run_path(str(ROOT / "docs" / "fits.py"))["table"]() in text(docs("scaling"))
+
+
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 
 

@@ -147,10 +147,14 @@ def test_an_update_peaks_where_the_plan_says(
     assert 0.85 * inside < live.peak < 1.1 * inside
 
 
+def test_known_models_have_the_sizes_that_their_makers_name():
+    billions = [shapes.parameters / 1e9 for shapes in KNOWN.values()]
+    assert billions == pytest.approx([0.596, 1.72, 4.02, 8.19, 14.77, 32.76, 70.55], rel=2e-3)
+
+
 def test_qwen3_4b():
     """Public facts of the model, and what follows from them."""
     s = KNOWN["Qwen/Qwen3-4B"]
-    assert s.parameters == pytest.approx(4.02e9, rel=2e-3)
     assert s.R == 36 * (5 * 2560 + 2 * 1024)
     assert s.kv_bytes(2) == 147_456
     fast = Step(s, "cuda", 2, group=8, prompts=4, max_new=512).plan()
@@ -220,6 +224,26 @@ def test_more_gpus_are_named_where_they_can_hold_the_model(monkeypatch):
     with pytest.raises(Refused, match=r"what fits: .*--tensor-parallel 4 \(1\d\.\d GiB\)$"):
         run_plan.require_memory(resolve([*words, "--intervention=route2"]), [])
     run_plan.require_memory(resolve([*words, "--intervention=route2", "--tensor-parallel=4"]), [])
+
+
+def test_a_dry_run_plans_for_gpus_that_are_not_there(monkeypatch):
+    """Of a card of 80 GiB, and with a model that is not there either; N that does not divide it is not named."""
+    monkeypatch.setattr(run_plan, "visible", lambda: ())
+    words = ["fast", "--intervention=route2", "--memory-gib=80", "--dry-run"]
+    large = [*words, "--model=Qwen/Qwen3-32B"]
+    with pytest.raises(Refused, match=r"what fits: --tensor-parallel 4 \(\S+ GiB\) or .* 8 \("):
+        run_plan.require_memory(resolve(large), [])
+    steps = (
+        run_plan.step_here(resolve([*large, f"--tensor-parallel={n}"]), KNOWN["Qwen/Qwen3-32B"], [])
+        for n in (1, 2, 4)
+    )
+    peaks = [step.plan(0).peak for step in steps]
+    assert peaks[0] > 1.8 * peaks[1] > 1.8**2 * peaks[2] > 0
+    assert peaks[2] < 80 * 2**30 < peaks[1]
+    odd = replace(KNOWN["Qwen/Qwen3-32B"], kv_heads=4)
+    monkeypatch.setattr(run_plan, "find_shapes", lambda _: odd)
+    with pytest.raises(Refused, match=r"what fits: --tensor-parallel 4 \(\S+ GiB\)$"):
+        run_plan.require_memory(resolve(large), [])
 
 
 def test_shapes_that_are_not_known_give_no_plan():

@@ -115,7 +115,7 @@ def totals(xs):
 
     sent = []
 
-    def all_gather(parts, mine):
+    def all_gather(parts, mine, group):
         for part, x in zip(parts, xs, strict=True):
             rows = x[rows_with_values(x)]
             part.zero_()[: len(rows)] = rows
@@ -123,6 +123,7 @@ def totals(xs):
 
     with pytest.MonkeyPatch.context() as m:
         m.setattr(ranks, "size", lambda: max(2, len(xs)))
+        m.setattr(ranks, "rank", lambda: 0)
         m.setattr(ranks, "gather", lambda make: [rows_with_values(x) for x in xs])
         m.setattr("torch.distributed.all_gather", all_gather)
         return [ranks.total(x) for x in xs], sent

@@ -53,8 +53,15 @@ def gradients(policy, rows):
     with per_rollout_grads(policy.adapter, len(rows)) as collected:
         for part, batch in policy.batches(prompts, answers, rows, 64):
             collected.announce(pieces_of(batch, [rows[i] for i in part]), batch.tokens)
-            completion_logprobs(policy.model, batch).sum().backward()
+            loss = completion_logprobs(policy.model, batch).sum()
+            of_forward = len(sums)
+            loss.backward()
+            backward.add(len(sums) - of_forward)
     return collected.flat
+
+def counted(x, sum_shards=ranks.sum_shards):
+    sums.append(1)
+    return sum_shards(x)
 
 def held(policy):
     # bytes of what is cut, and of all
@@ -68,9 +75,10 @@ def nbytes(tensors):
     storages = [x.untyped_storage() for x in tensors]
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
-found = {}
+sums, found = [], {}
 with ranks.joined():
     ranks.share_model(2)
+    ranks.sum_shards = counted
     models = [(name, torch.float32) for name in ("qwen3", "qwen2-bias", "llama", "gemma", "gemma2")]
     for name, dtype in [*models, ("qwen3", torch.bfloat16)]:
         # a large model's decoder, and a small one's
@@ -91,6 +99,7 @@ with ranks.joined():
             compare("KL", lambda p: p.kl_to_base(prompts, answers))
             compare("fingerprint", lambda p: p.adapter.basis_fingerprint(p.adapter.δS))
         compare("realised", lambda p: torch.tensor(p.adapter.realised_share()))
+        backward = set()
         for packs in (True, False):
             for rows in ([0, 1, 2, 3], [0, 0, 0, 0]):
                 want = gradients(replace(one, packs=packs and one.packs), rows)
@@ -103,7 +112,8 @@ with ranks.joined():
         drawn = [sample(p, prompts[:3], 4, Sampling(), 12, torch.Generator().manual_seed(1)) for p in (one, two)]
         same = [[c.ids for c in row] for row in drawn[0]] == [[c.ids for c in row] for row in drawn[1]]
         found[f"{name} {dtype}"] = {
-            "off": off, "weights": all(weights), "tokens": same, "one": held(one), "two": held(two),
+            "off": off, "backward": sorted(backward), "weights": all(weights), "tokens": same,
+            "one": held(one), "two": held(two),
             "planned": shapes_of(two.model.config.to_dict()).factors // 2,
             "factors": sum(s.held_U.numel() + s.held_Vh.numel() for s in two.adapter.sites.values()),
             "fast": (one.lean, one.packs) == (two.lean, two.packs),
@@ -129,6 +139,8 @@ def test_two_ranks_compute_what_one_does(parity):
             assert all(off <= bound for off in of_family["off"].values()), (name, of_family["off"])
             assert of_family["weights"], name
             assert of_family["fast"], name
+            # two of each block; the first one's attention needs no gradient of its input
+            assert of_family["backward"] == [0, 2 * SHAPE["num_hidden_layers"] - 1], name
             assert of_family["tokens"] or "bfloat16" in name
 
 

@@ -114,12 +114,12 @@ def test_several_ranks_are_started_by_torchrun(study):
         "SLURM_GPUS_ON_NODE": "4",
         "SLURM_JOB_NODELIST": "n[1-2]",
     }
-    code, output = bash("ranks.sbatch", str(study), RUN="2", **job)
+    code, output = bash("ranks.sbatch", str(study), RUN="2", EXTRA="--tensor-parallel=4", **job)
     assert code == 0, output
     ranks = (
         "torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=9"
     )
-    trainer = "-m -- vgrout.train smoke --intervention=none --seed=2"
+    trainer = "-m -- vgrout.train smoke --intervention=none --seed=2 --tensor-parallel=4"
     assert output.splitlines()[-1].split() == f"{ranks} --rdzv-endpoint=n1:20009 {trainer}".split()
     write_run(cfg_of(2), "interrupted", "cut", checkpoint=True)
     code, output = bash("ranks.sbatch", str(study), RUN="2", **job)
