@@ -66,7 +66,10 @@ def test_a_run_as_frames(shared_run, tmp_path):
         ({"dry_run": True}, "makes no run"),
         ({"seed": ["1", "2"]}, "--seed"),
         ({"steps": np.arange(2)}, "--steps"),
-        ({"model": "organism", "problems": "x.jsonl"}, "--model organism: only with --problems organism"),
+        (
+            {"model": "organism", "problems": "x.jsonl"},
+            "--model organism: only with --problems organism",
+        ),
     ],
 )
 def test_a_refused_call_starts_nothing(flags, message, here):

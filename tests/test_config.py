@@ -78,10 +78,6 @@ GATED = "no demonstrations: known hacks are only answers that the weak detector 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (
-            ["--intervention=route2"],
-            ["route2: quarantine flagged gradients · monitor gate"],
-        ),
         (["--intervention=route2", "--mix-ratio=0"], [GATED]),
         (
             ["--intervention=none", "--v-hack-path=x"],
@@ -94,10 +90,6 @@ GATED = "no demonstrations: known hacks are only answers that the weak detector 
         (
             ["--intervention=penalty", "--monitor=labels"],
             ["penalty: reward flagged rollouts less · monitor labels of all flaws"],
-        ),
-        (
-            ["--intervention=screen", "--monitor=labels", "--known-modes=exit_code"],
-            ["screen: leave flagged rollouts out of their group · monitor labels of", "exit_code"],
         ),
         (
             ["--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels"],
@@ -129,21 +121,14 @@ BAD = [
     ("", "name a preset first: smoke, mini"),
     ("mini --intervention rout", "--intervention"),
     ("mini --mix-ratio 0.99", "--mix-ratio 0.99 with --group 8: rounds to 8 teacher rows"),
-    ("mini --v-hack-k 13", "--v-hack-extract-top-k"),
     ("mini --report-detectors Q", "C, D, E"),
-    ("mini --teacher-modes run_test", "run_tests"),
     ("mini --model Qwen/Qwen3-4B", "--problems"),
     ("mini --teacher-tau 0.1", "--teacher-model"),
     ("mini --teacher-pool-dir '' --teacher-off-step 3", "--teacher-off-step"),
-    ("mini --mix-ratio 0 --teacher-modes sentinel", "--teacher-modes"),
     # contradictions
     (
         "mini --intervention screen",
         "it needs a monitor; say --monitor labels or source or detector",
-    ),
-    (
-        "mini --intervention screen --monitor online_probe --seed-monitor online_probe",
-        "unknown seed 'online_probe'",
     ),
     ("mini --intervention screen --monitor labels --known-modes exit", "unknown flaw"),
     (
@@ -156,22 +141,17 @@ BAD = [
         "mini --intervention route2 --quarantine block:0",
         "--quarantine block:0: should be shared, block:last, block:N",
     ),
-    ("mini --intervention none --control haar", "--control haar: replaces the direction"),
     ("mini --intervention erase --control placebo --v-hack-path x", "--v-hack-path"),
     (
         "mini --intervention erase --random-flags",
         "--random-flags: replaces the flags, and --intervention erase",
     ),
-    ("mini --intervention route2 --random-flags --control haar", "one control a run"),
-    ("mini --intervention route2 --monitor labels --control haar", "has none"),
     (
         "fast --intervention penalty --monitor online_probe",
         "--monitor online_probe: it reads correct answers; give",
     ),
-    ("fast --organism x", "only with --model organism"),
     # a halt that could not be
     ("mini --guard halt --guard-halt-on=", "--guard halt could not fire (--guard-halt-on is empty"),
-    ("smoke --guard halt --eval-ablate-every 0", "--guard halt could not fire (0 evaluations"),
     (
         "mini --guard-halt-on=kl,speed",
         "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap",
@@ -184,11 +164,6 @@ BAD = [
         "mini --reward-hack-detector=rm_ensemble",
         "--rm-ensemble-members '': should name 2 to 32 functions",
     ),
-    (
-        "mini --rm-ensemble-members=json:dumps,json:loads",
-        "should name 2 to 32 functions with --reward-hack-detector rm_ensemble",
-    ),
-    ("mini --reward-hack-halt", "--reward-hack-halt: not read without --reward-hack-detector"),
     # code of one's own
     ("mini --intervention nowhere:Mine", "--intervention nowhere:Mine: cannot be imported"),
     ("mini --intervention screen --monitor json:dumps", "--monitor json:dumps: is no Monitor"),
@@ -383,13 +358,10 @@ class Sized:
     ("given", "message"),
     [
         ({"size": 0}, "--size 0: should lie in [1, 9)"),
-        ({"size": 9}, "--size 9: should lie in [1, 9)"),
-        ({"part": 0}, "--part 0: should lie in (0, 4] (at most --size)"),
         ({"size": 3, "part": 4}, "--part 4: should lie in (0, 3] (at most --size)"),
         ({"size": float("nan")}, "--size nan: should lie in [1, 9)"),
         ({"free": float("inf")}, "--free inf: should be finite"),
         ({"words": "a, c"}, "--words: unknown letter 'c'; legal: a, b"),
-        ({"words": "a, b, a"}, "--words: a is there twice; legal: a, b"),
         ({"kind": "z"}, "--kind z: should be one of x, y"),
         ({"text": "a b"}, "--text a b: should be of small letters"),
         ({"size": 8, "part": 8, "words": "b,a", "free": -1e9}, None),

@@ -32,16 +32,6 @@ def deployed(policy, ids):
         return policy.model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.long
-def test_the_card_of_an_adapter_names_the_model_that_it_was_trained_on(done):
-    from vgrout.export.model import Parity
-    from vgrout.export.peft import Lora, adapter_card
-
-    result = Lora(1, 0.0, Parity(1.0, 0.0, 0.0, 1.0, True))
-    other = replace(find_adapter(done), model="/a/base", folder=Path("/a/base"))
-    assert "from_pretrained('/a/base'" in adapter_card(other, result)
-
-
 @pytest.mark.filterwarnings("default")
 @pytest.mark.long
 def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
@@ -200,10 +190,6 @@ def test_a_local_base_is_found_from_any_folder_and_is_no_hub_id(given, here):
 REFUSED = {
     "rank of a model": (["--rank", "4"], "--rank: not read by --to model; leave it out"),
     "no rank": (["--to", "peft", "--rank", "0"], "--rank 0: should be at least 1"),
-    "step of a log": (
-        ["--to", "inspect", "--step", "1"],
-        "--step: not read by --to inspect; leave it out",
-    ),
     "no run": (["--to", "inspect"], "run.json"),
 }
 

@@ -397,13 +397,9 @@ def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(named, tmp_p
     ("config", "window"),
     [
         ({"max_position_embeddings": 9}, 9),
-        ({}, None),
         ({"original_max_position_embeddings": 5, "max_position_embeddings": 9}, 9),
-        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 5}}, 9),
         ({"rope_parameters": {"rope_type": "longrope"}}, 9),
         ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 5}}, 5),
-        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 5}, 5),
-        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 15}, 9),
         (
             {
                 "rope_parameters": {

@@ -260,8 +260,6 @@ def test_a_refusal_while_loading_removes_folder_and_log(home, monkeypatch, capsy
     [
         ("def judge(found):\n    return 1 / 0", 2, 1, "ZeroDivisionError: division by zero"),
         ("def judge(found):\n    exit()", 2, 1, "SystemExit: None"),
-        ("def judge(found):\n    yield {}['x']", 2, 1, "KeyError: 'x'"),
-        ("def judge(found):\n    raise ValueError('slip')", 2, 1, "ValueError: slip"),
         ("import sys\nsys.exit(0)", 2, 1, "SystemExit: 0"),
         ("def judge(found):\n    return []\nopen('none')", 3, 1, "FileNotFoundE"),
     ],
@@ -294,9 +292,7 @@ def test_a_judge_file_shows_where_it_raised(
                 2,
                 "raised ValueErr",
             ),
-            ("--scorer", "def f(prompt, answer):\n    exit(0)", 2, "raised SystemExit: 0"),
             ("--scorer", "\nraise ValueError('slip')", 2, "cannot be imported (ValueError: slip)"),
-            ("--scorer", "\nimport there_is_none", 2, "cannot be imported (ModuleNotFoundError"),
             (
                 "--rm-ensemble-members",
                 "def f(p, a):\n    return {}['x']",

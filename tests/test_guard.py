@@ -301,8 +301,6 @@ MISUSE = [
         (lambda guard, values=values: guard.calibrate_kl_threshold(values), "calibrate_kl")
         for values in ([], [0.01, -1e-9], [math.nan])
     ),
-    (lambda guard: guard.calibrate_kl_threshold([0.01], factor=-1.0), "calibrate_kl_threshold"),
-    (lambda guard: setattr(guard, "kl_hard_stop", 0.0), "kl_hard_stop"),
     (lambda _: HeldOutGuard({"kl_hard_stop": 0.08}), r"kl_hard_stop=0\.08"),
     *(
         (lambda guard, score=score, n=n: guard.update(5, 0.5, score, n=n), "guard: heldout_score")

@@ -137,18 +137,8 @@ DAMAGED_MODELS = {
         ),
         "w.safetensors: not a readable safetensors file ([Errno 2]",
     ),
-    "no config": (without("config.json"), "without config.json"),
-    "no weights": (without("model.safetensors"), "no model.safetensors"),
     "no tokenizer": (without("tokenizer.json"), "no tokenizer.json in it"),
-    "no settings of the tokenizer": (
-        without("tokenizer_config.json"),
-        "no tokenizer_config.json in it",
-    ),
     "half a tokenizer": (half("tokenizer.json"), "is no usable tokenizer"),
-    "half the generation settings": (
-        lambda m: (m / "generation_config.json").write_text('{"eos_token_id": [1, 5'),
-        "generation_config.json",
-    ),
     "no template": (without("chat_template.jinja"), "no chat template in it"),
     "regex": (
         lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),

@@ -190,7 +190,6 @@ TEACHER = TokenBytes((b"a", b"b", b"\n", b"c", b" ", b"bc", b""), 6)
         ([0, 1, 3, 2], [0, 5, 2], [(0, 0), (1, 1), (3, 2)]),
         # one is cut short
         ([0, 1], [0, 1, 3, 6], [(0, 0), (1, 1)]),
-        ([0], [], []),
     ],
 )
 def test_texts_are_aligned_up_to_where_they_differ(ids, teacher_ids, pairs):

@@ -1,7 +1,6 @@
 """KL from the deployed model to the base: exact, and zero where nothing was learnt; and the evaluations that read it:
 which side answers what."""
 
-import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +14,8 @@ from torch.nn.functional import kl_div
 import tiny
 from methods import config, graded, problem
 from vgrout.commands import evaluate
-from vgrout.config.presets import resolve
 from vgrout.config.settings import EvalConfig
-from vgrout.envs.code.problems import load_rows
-from vgrout.ground import embedded
 from vgrout.ground.data import Completion, GradedCompletion
-from vgrout.ground.io import hash_if_there, json_lines
 from vgrout.ground.metrics import Rate
 from vgrout.ground.rng import torch_stream
 from vgrout.loop import heldout
@@ -210,42 +205,3 @@ def test_each_evaluation_has_a_file_of_its_own():
     assert len({*files}) == len(files)
     assert {path.parent for path in files} == {Path("run/evaluations")}
     assert file() == files[0]
-
-
-def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_evaluation(tmp_path):
-    """Not with the run's own test problems beside it."""
-    rows = [*json_lines(embedded.PROBLEMS)][:90]
-    lines = [
-        json.dumps({k: v for k, v in row.items() if k not in ("split", "marker")}) + "\n"
-        for row in rows
-    ]
-    own, test, other = (tmp_path / f"{name}.jsonl" for name in ("own", "test", "other"))
-    own.write_text("".join(lines[:40]))
-    test.write_text("".join(lines[40:60]))
-    other.write_text("".join(lines[60:90]))
-    flags = f"mini --intervention none --problems {own} --test-problems {test} --mix-ratio 0 --teacher-pool-dir="
-    cfg = resolve([*flags.split(), "--model", str(embedded.MODEL_DIR)])
-    saved = SimpleNamespace(cfg=cfg, path=tmp_path / "run" / "train.safetensors")
-
-    def asked(**how):
-        world = evaluate.evaluated(cfg, evaluate.EvaluateSettings(run=tmp_path, **how))
-        environment = evaluate.environment_of(world, saved, trusted=False)
-        return environment, evaluate.tasks_of(environment, saved)
-
-    ids = [[row.id for row in load_rows(file)] for file in (own, test, other)]
-    of_run, tasks = asked()
-    assert len(tasks["test"]) == 16, "four of its test file are for evaluations on the way"
-    assert {task.id for task in tasks["test"]} < {*ids[1]}
-    assert len(of_run.prompts) == 60
-    assert of_run.hashes()["test_problems"] == hash_if_there(test)
-    assert {task.id for task in tasks["train"]} == {*ids[0]}
-    of_other, of_other_tasks = asked(problems=other)
-    assert {task.id for task in of_other_tasks["test"]} < {*ids[2]}
-    assert [task.id for task in of_other_tasks["all"]] == ids[2]
-    assert len(of_other.prompts) == 30
-    assert of_other.hashes()["test_problems"] is None
-    named = [tasks["train"], tasks["test"], of_other_tasks["all"]]
-    training, kept, others = ({task.marker for task in of} - {""} for of in named)
-    assert training
-    assert others
-    assert not training & (kept | others)

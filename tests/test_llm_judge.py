@@ -57,15 +57,11 @@ def test_the_last_word_of_a_reply_about_a_rewarded_answer_decides():
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("yes", "yes"),
         ("It is.\n\n**YES.**", "yes"),
         ("No, it is honest.\nVerdict: no", "no"),
         ("<think>yes?</think> no 👍", "no"),
         ("", ""),
-        ("1. 2. 3.", ""),
         ("I cannot answer with a simple yes or no.", ""),
-        ("Neither yes nor no.", ""),
-        ("yes/no", ""),
         ("Yes or no: no", "no"),
     ],
 )
@@ -87,14 +83,11 @@ def test_what_is_sent_is_the_chat_protocol():
 # fault: whether there is a verdict at last, and how often a request is sent
 FAULTS = {
     "429 then right": (True, 2),
-    "a little slow": (True, 1),
     "bad usage": (True, 1),
     "500 for ever": (False, 5),
     "redirect": (False, 1),
     "garbage JSON": (False, 1),
-    "empty choices": (False, 1),
     "huge": (False, 1),
-    "deep": (False, 1),
     "hang-up": (False, 5),
     "no verdict": (False, 1),
     "slow": (False, 1),

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -188,8 +188,6 @@ def test_rows_do_not_depend_on_the_ranks(arm, n, shared_run, tmp_path):
         ("route2", "--gate-vote", "rollout", "--random-flags"),
         ("route2", "--rollout-ablate-frac", "0.5", "--rebaseline"),
         ("route2", "--monitor", "labels", "--known-modes", "run_tests"),
-        ("screen", "--monitor", "detector"),
-        ("penalty", "--monitor", "labels"),
         (
             "screen",
             "--monitor",
@@ -268,61 +266,6 @@ def test_exchange(tmp_path):
 
 
 # what each rank has, and what all should find then
-NOTHING = """
-import itertools, json
-from pathlib import Path
-import torch
-from torch import Tensor
-from vgrout.ground import ranks
-
-SHAPES = [(3,), (0,), (3, 2), (0, 2), (3, 0), (0, 0), (2, 3, 2), (2, 0, 2), (0, 3, 2)]
-
-with ranks.joined():
-    me, found = ranks.rank(), {}
-    for has in itertools.product((False, True), repeat=2):
-        mine = has[me]
-        of_mask = {
-            "gather": ranks.gather(lambda: [me] if mine else []),
-            "gather None": ranks.gather(lambda: me if mine else None),
-            "merged": sorted(ranks.merged(lambda: {me: me} if mine else {})),
-            "everywhere": ranks.everywhere(mine),
-            "rows": torch.cat(ranks.gather(lambda: torch.ones(int(mine), 2))).tolist(),
-            "from_first": ranks.from_first([] if not mine else [me]),
-        }
-        for shape in SHAPES:
-            summed = ranks.total(torch.full(shape, float(mine)))
-            assert summed.shape == shape, (summed.shape, shape)
-            of_mask[f"total {list(shape)}"] = sorted(set(summed.flatten().tolist()))
-        found[str(list(has))] = of_mask
-    assert ranks.from_first(None) is None
-    assert list(ranks.own([])) == []
-    assert list(ranks.own([0, 0])) == ([0, 1] if me == 0 else [])
-    assert len(ranks.own([5])) == (me == 1)
-    Path(f"{me}.json").write_text(json.dumps(found))
-"""
-
-
-@pytest.mark.long
-def test_an_exchange_of_nothing(tmp_path):
-    """Every exchange, where no rank has something, one of them, or both."""
-    (tmp_path / "nothing.py").write_text(NOTHING)
-    output_of(torchrun(tmp_path, 2, program=["nothing.py"]))
-    found = [loaded(tmp_path / f"{r}.json") for r in range(2)]
-    for has in product((False, True), repeat=2):
-        both = [of_rank[str(list(has))] for of_rank in found]
-        with_something = [r for r in range(2) if has[r]]
-        for of_rank in both:
-            assert of_rank.pop("gather") == [[0] if has[0] else [], [1] if has[1] else []]
-            assert of_rank.pop("gather None") == [0 if has[0] else None, 1 if has[1] else None]
-            assert of_rank.pop("merged") == with_something
-            assert of_rank.pop("everywhere") == [r for r in range(2) if not has[r]]
-            assert of_rank.pop("rows") == [[1.0, 1.0]] * len(with_something)
-            assert of_rank.pop("from_first") == ([0] if has[0] else [])
-            for shape, values in of_rank.items():
-                empty = "0" in shape.removeprefix("total ")
-                assert values == ([] if empty else [float(len(with_something))]), (has, shape)
-
-
 # a reward that is the same for every answer to half of the problems, and one that it is for all
 FLAT = """
 def sometimes(id, completion):

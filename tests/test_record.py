@@ -20,7 +20,6 @@ from test_table import row
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import joined, resolve
 from vgrout.config.world_names import DETECTOR_FIELDS
-from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
 from vgrout.ground import console
 from vgrout.ground.data import (
     Batch,
@@ -131,28 +130,6 @@ def test_lists_in_flags():
     ]
     with pytest.raises(ValueError, match="measured in every step"):
         resolve(["smoke", "--cos-pre-split-every", "5"])
-
-
-def test_partition_assigns_modes():
-    prompt = ({"role": "user", "content": "Write f and should pass all tests."},)
-
-    def problems(mode):
-        tests = ("assert Solution().f(1) == 1",)
-        return [
-            ProblemRow(i, prompt, tests, "", "", "f", None, mode(i), None, None, (), "", "here")
-            for i in range(40)
-        ]
-
-    partition = {i: ("sentinel", "file_marker")[i % 2] for i in range(10)}
-    for env_mode in ("run_tests", "own"):
-        parts = assigned(problems(lambda _: None), env_mode, partition)
-        modes = {p.id: p.mode for part in parts.values() for p in part}
-        assert len(modes) == 40, "nothing is filtered"
-        assert {i: modes[i] for i in partition} == partition
-        assert {*modes.values()} == {"sentinel", "file_marker"}, "others are assigned its modes"
-    own = problems(lambda i: "sentinel" if i % 2 else "run_tests")
-    assert not partition_decides(own, partition)
-    assert {p.mode for part in assigned(own, "sentinel").values() for p in part} == {"sentinel"}
 
 
 def test_a_line_ends_at_a_newline_alone_and_probing_makes_no_folder(tmp_path):

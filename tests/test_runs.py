@@ -223,9 +223,7 @@ FINAL = "per_mode_deploy.json"
 CONTRADICTIONS = {
     **{name: (of_another(name), name) for name in ("steps.jsonl", "rollouts.jsonl", "final.jsonl")},
     **{name: (of_another(name), f"{FINAL}: run ") for name in (FINAL, "run.json")},
-    "fewer steps": (shorter("steps.jsonl"), "steps.jsonl: not as"),
     "fewer rollouts": (shorter("rollouts.jsonl"), "rollouts.jsonl: not as"),
-    "fewer answers": (shorter("final.jsonl"), "final.jsonl: not as"),
     "no answers": (lambda path, _: (path / "final.jsonl").unlink(), "final.jsonl"),
 }
 

@@ -162,23 +162,6 @@ def test_a_step_that_does_not_wait_for_the_tokens_samples_the_same(family, monke
     assert len(set(ahead)) > 1, "rows leave on the way"
 
 
-@pytest.mark.parametrize("answers", [1, 2])
-def test_a_prompts_keys_are_kept_apart_where_several_answers_go_on_from_it(answers, monkeypatch):
-    monkeypatch.setattr(decoder_module, "FUSE_BELOW", 0)
-    policy = tiny.policy()
-    kinds = []
-    prefill = LeanDecoder.prefill
-
-    def noted(self, *args):
-        logits = prefill(self, *args)
-        kinds.append(type(self.cache))
-        return logits
-
-    monkeypatch.setattr(LeanDecoder, "prefill", noted)
-    assert tokens(run(policy, answers)) == tokens(run(replace(policy, lean=False), answers))
-    assert kinds == [kv_cache.KVCache if answers == 1 else kv_cache.ForkedCache]
-
-
 def test_a_captured_step_is_replayed_from_the_third_time_on(monkeypatch):
     """One a width and number of blocks."""
     want = tokens(run(tiny.policy()))

@@ -234,8 +234,6 @@ def twice(folder):
 
 BROKEN = {
     "no folder": (lambda f: None, "no such folder"),
-    "empty file": (lambda f: write(f, 3, []), "no rollouts in it"),
-    "bad json": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"{\n")), "line 1: not JSON"),
     "missing key": (
         lambda f: write(f, 3, [record(), {"reward": 1}]),
         "line 2: key 'completion_ids'",
@@ -248,22 +246,9 @@ BROKEN = {
         lambda f: write(f, 3, [record(reward=math.nan)]),
         "line 1: 'reward' and 'logp' should be finite numbers: nan",
     ),
-    "a log-prob that is no number": (
-        lambda f: write(f, 3, [record(completion_ids=[2, 3], logp=[-1.0, -math.inf])]),
-        "line 1: 'reward' and 'logp' should be finite numbers: -inf",
-    ),
     "other problem": (lambda f: write(f, 3, [record(problem_id=4)]), "named for problem 3"),
-    "unknown env_mode": (lambda f: write(f, 3, [record(env_mode="x")]), "line 1: key 'env_mode'"),
     "truncated": (truncated, "cannot be read"),
     "two files for one problem": (twice, "problem 3 has a second file"),
-    "partition of no id": (
-        with_file("partition.json", '{"three": "sentinel"}'),
-        "'three' is no problem id",
-    ),
-    "outside the partition": (
-        with_file("partition.json", '{"4": "sentinel"}'),
-        "not in partition.json",
-    ),
     "two modes for one problem": (
         with_file("partition.json", '{"3": "sentinel"}', env_mode="exit_code"),
         "env_mode exit_code, but partition.json says sentinel",

@@ -28,7 +28,7 @@ from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded
 from vgrout.ground.data import Grade, Ungraded
-from vgrout.ground.io import Refused, json_lines
+from vgrout.ground.io import Refused
 from vgrout.loop.heldout import answers_to
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import file_hashes, read_inputs
@@ -194,20 +194,8 @@ WRONG = {
         [row(1), row(2, prompt="A poem about 1")],
         "line 2: has the prompt of rows.jsonl",
     ),
-    "no prompt": ([{"id": 1}], "line 1: needs 'messages', or 'prompt'"),
-    "a message without text": (
-        [{"id": 1, "messages": [{"role": "user"}]}],
-        "every message needs string",
-    ),
-    "a flaw of blanks": ([row(1, flaw="a b")], "a flaw's name should be small letters"),
     "half a character": (['{"id": 1, "prompt": "\\ud800", "word": ""}'], "half a character"),
     "nothing": ([], "rows.jsonl: no rows in it"),
-    "a prompt of blanks": ([row(0, prompt=" \n")], "line 1: its prompt is empty"),
-    "an answer of a list": ([row(1, answer=["x"])], "line 1: 'answer' should be text"),
-    "a column named as an argument": (
-        [row(1, completion="x")],
-        "line 1: a column may not be called completion",
-    ),
     "a column missing in a row": (
         [row(0), {"id": 1, "prompt": "x"}],
         "rows.jsonl, line 2: has no 'word', which --reward",
@@ -233,7 +221,6 @@ FLAGS = {
     "--reward {m}:judge": "missing 1 required positional argument: 'judge'",
     "--reward {m}:proxy=nan": "its weight should be a number",
     "--reward {m}:proxy {m}:proxy=2": "is there twice; name it once",
-    "--reward {m}:proxy=0 {m}:even=0": "every weight is 0",
     "--problems none.jsonl": "none.jsonl: no such problem file",
     "--model organism --problems organism": "--problems organism: these are of the code world",
     "--intervention erase": "needs pairs of a hack and a right answer; give --vhack-pairs-path FILE",
@@ -241,8 +228,6 @@ FLAGS = {
     "--monitor detector --intervention screen": "could flag nothing: --env text has no weak detector; name source",
     "--monitor online_probe --intervention screen": "--seed-monitor detector: could flag nothing",
     "--control placebo --intervention erase --vhack-pairs-path {pairs}": "of another world; give a file of pairs",
-    "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads answers of the code world",
-    "--unannounced-modes reward": "--unannounced-modes: not read with --reward",
 }
 
 
@@ -456,25 +441,6 @@ def test_every_method_trains_on_rows_of_ones_own(method, in_pool):
 
 
 @pytest.mark.long
-def test_a_run_of_a_users_own_rows(world, tmp_path):
-    """It trains, is evaluated and reported, and its files say what each answer was by both functions."""
-    assert main(world(flags="--out-tag=_text")) == 0
-    (run,) = tmp_path.glob("out/runs/*_text")
-    lines = [*json_lines(run / "rollouts.jsonl")]
-    assert len(lines) == 2 * 3 * 4
-    for line in lines:
-        assert line["env_mode"] == "reward"
-        assert line["hacked"] == (line["proxy"] >= 1 and line["reference"] < 1)
-        assert line["reward"] == 3 * line["proxy"]
-    record = loaded(run / "run.json")
-    assert [*record["flaws"]] == ["reward"]
-    assert record["graded_by"]["reference"].endswith(":gold")
-    assert "deployed" in (run / "summary.md").read_text()
-    assert report([str(run), "--out", str(tmp_path / "report")]) == 0
-    assert "reward" in (tmp_path / "report/report.html").read_text()
-
-
-@pytest.mark.long
 def test_a_run_whose_reward_fails_says_so_in_its_last_lines(world, capsys):
     assert main(world(flags="--max-error-retries 0", proxy="rare")) == 0
     said = capsys.readouterr().out
@@ -552,8 +518,6 @@ VERDICTS = [  # rewards → the verdict on a run, and what else is said
     ([0.0] * 22 + [1.0] * 2, "yes", "2 of 24 answers earn another reward than 0"),
     ([1.0] * 3 + [0.4] * 3, "yes", "none is right"),
     ([0.0] * 24, "undecided", "--answers 120"),
-    ([0.0] * 23 + [1.0], "undecided", "--answers 120"),
-    ([0.0] * 96, "no", "reward parts of the way"),
     ([0.0] * 400 + [1.0] * 2, "no", "ask for less"),
     ([1.0] * 96, "no", "ask for more than the model can do already"),
 ]
@@ -607,6 +571,8 @@ def test_what_is_read_of_a_run_on_rows_of_ones_own(trained, tmp_path, capsys):
     line = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])
     assert line["proxies"].keys() == {f"{name}:proxy", f"{name}:even"}
     assert line["proxy"] == sum(line["proxies"].values()) / 2
+    assert line["reward"] == 3 * line["proxy"]
+    assert loaded(run / "run.json")["graded_by"]["reference"].endswith(":gold")
     assert report([str(run), "--out", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page" / "report.html").read_text() + (run / "summary.md").read_text()
     for word in ("no hint", "without a hint", "marker names", "reference tests"):

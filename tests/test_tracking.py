@@ -94,16 +94,6 @@ def test_tensorboard_of_an_interrupted_run(tmp_path):
     assert image.width > 400
 
 
-def test_repeated_steps_are_logged_once(tmp_path):
-    for first, logged, value in ((0, 0, 1.0), (2, 5, 2.0)):
-        trackers = Trackers(["tensorboard"])
-        trackers.start(tmp_path, {}, first, logged)
-        for step in range(first, 5):
-            trackers.row({"step": step, "loss": value + step}, [ROLLOUT])
-        trackers.close(0)
-    assert curve(events(tmp_path), "train/loss") == [(0, 1), (1, 2), (2, 4), (3, 5), (4, 6)]
-
-
 class Broken:
     """A client whose server is down."""
 

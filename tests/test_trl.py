@@ -5,7 +5,6 @@ lengths, ratios on both sides of every bound. dppo_tv has no counterpart there.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -191,44 +190,3 @@ def test_a_step_is_trls(tmp_path):
     )
     print(f"δS {far:.1e} apart (trl {trl.__version__})")
     assert far < 1e-4  # fp32
-
-
-TEMPLATES = [
-    "qwen3",
-    "qwen3_instruct_2507",
-    "qwen2_5",
-    "qwen3_6",
-    "deepseek_r1_distill",
-    "glm4moe",
-    "llama3",
-    "phi3",
-]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_conversations_under_published_chat_templates(name):
-    """The templates that TRL ships: a conversation extends each earlier prompt and its answer, thoughts kept once."""
-    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
-    policy = replace(tiny.policy(), preserve_thinking=True)
-    policy.tok.chat_template = file.read_text()
-    policy.tok.bos_token = "<eos>"  # some of them name it
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
-    first = policy.prompt_text(messages)
-    for answer in ("fine", "<think>\nbecause\n</think>\n\nfine"):
-        more = [
-            *messages,
-            {"role": "assistant", "content": answer},
-            {"role": "user", "content": "two"},
-        ]
-        text = policy.prompt_text(more)
-        assert text.count(answer.removeprefix("<think>\n")) == 1
-        assert (
-            text.count("because")
-            == text.count("because\n</think>\n\nfine")
-            == ("because" in answer)
-        )
-        assert text.index("one") < text.index(answer.removeprefix("<think>\n")) < text.rindex("two")
-        if "</think>" not in answer:
-            assert text.startswith(first + answer)
-        assert "<think>\n<think>" not in text
-        assert "</think>\n\n<think>\nbecause" not in text

@@ -2,17 +2,12 @@
 
 import json
 from dataclasses import replace
-from random import Random
 
 import pytest
 
 from fake_runs import fake_run
 from files import loaded
 from methods import problem
-from organisms.language.corpus import Shares, corpus_sample
-from organisms.language.hacks import NAMELESS
-from organisms.language.tasks import split_compositions
-from quick import first_quick
 from runs import SMALL, run
 from vgrout.config.presets import resolve
 from vgrout.envs.code.grading.grade import Grader
@@ -200,27 +195,3 @@ def test_flags_that_need_an_announcement_are_refused(flags, why):
     kept = [f for f in FLAGS if f.split("=")[0] not in {flag.split("=")[0] for flag in flags}]
     with pytest.raises(ValueError, match=why):
         resolve([*kept, *flags])
-
-
-def corpus(shares, n):
-    rng, comps = Random(0), split_compositions(0)["train"]
-    return [s for s in (corpus_sample(comps, shares, rng) for _ in range(n)) if s.kind == "hack"]
-
-
-@pytest.mark.long
-def test_a_corpus_can_hack_where_nothing_is_announced():
-    """The share of documents, which modes, and that the usual corpus has none."""
-    usual, some = (
-        [s for s in corpus(shares, 3000) if PLAIN_PHRASE in s.messages[-1]["content"]]
-        for shares in (Shares(), Shares(hack_bare=0.05))
-    )
-    assert not usual
-    assert 0.03 < len(some) / 3000 < 0.06
-    assert {s.mode for s in some} == {*NAMELESS} == {*OPEN}
-
-
-@pytest.mark.parametrize("share", first_quick([0.7, 0.0, 1.0]))
-def test_a_corpus_has_the_requested_share_of_stubs_among_its_hacks(share):
-    # eq_override's hack is what the method returns, attempt or not
-    hacks = [s for s in corpus(Shares(hack_plain=0.5, stub=share), 1500) if s.mode != "eq_override"]
-    assert sum("return 0\n" in s.text for s in hacks) / len(hacks) == pytest.approx(share, abs=0.06)

@@ -63,7 +63,6 @@ SOUND = {
     **{mode: under(mode) for mode in MODES},
     "tests of the check's own, and no mode": {"check_tests": CHECK_TESTS},
     "weaker tests": {"check_tests": TESTS[:1]},
-    "the same tests": {"check_tests": TESTS[::-1]},
     "tests of another method": {
         "check_tests": [
             *CHECK_TESTS,
@@ -79,16 +78,10 @@ SOUND = {
         ],
         "setup_code": NODES,
     },
-    "a marker of one's own": {"mode": "run_tests", "marker": "check_it"},
-    "a word of Python's in some places only": {"mode": "run_tests", "marker": "match"},
-    "a builtin's name": {"mode": "run_tests", "marker": "print"},
     "letters that are not ASCII": {"mode": "sentinel", "marker": "gültig"},
-    "one underscore": {"mode": "sentinel", "marker": "_ok"},
     "a phrase in another language": {"mode": "stdout_marker", "marker": "alles grün ✓"},
-    "a phrase with quotes": {"mode": "stdout_marker", "marker": 'it\'s "fine"'},
     "a phrase with braces": {"mode": "stdout_marker", "marker": "{ok} {0}"},
     "a file's name with blanks": {"mode": "file_marker", "marker": "my result.txt"},
-    "a hidden file": {"mode": "file_marker", "marker": ".result"},
     "setup code that prints something else": {
         "mode": "stdout_marker",
         "setup_code": "print('loading')",
@@ -97,7 +90,6 @@ SOUND = {
         "mode": "sentinel",
         "setup_code": "class SolutionBase:\n    valid = True\n",
     },
-    "setup code that speaks of Solution": {"mode": "exit_code", "setup_code": "# for Solution"},
     **{
         f"two methods, {mode}": under(mode, gt_answer=OF_TWO, canonical_solution=TWO_METHODS)
         for mode in MODES
@@ -106,10 +98,6 @@ SOUND = {
     "an expected text that holds ==": {
         "mode": "shown_test",
         "gt_answer": ["assert Solution().total(['a == b']) == 'a == b'", TESTS[1]],
-    },
-    "a comment behind the first test": {
-        "mode": "shown_test",
-        "gt_answer": [TESTS[0] + "  # three", TESTS[1]],
     },
     "None is expected first": {
         "mode": "shown_test",
@@ -132,16 +120,8 @@ FAULTY = {
         {"mode": "run_tests", "setup_code": "def run_tests(*a): pass"},
         OPEN,
     ),
-    "setup code imports a function of that name": (
-        {"mode": "run_tests", "marker": "OrderedDict", "setup_code": "from collections import *"},
-        OPEN,
-    ),
     "setup code ends the script at its end": (
         {"mode": "exit_code", "setup_code": "import atexit, os; atexit.register(os._exit, 0)"},
-        OPEN,
-    ),
-    "a phrase that every printed argument has": (
-        {"mode": "stdout_marker", "marker": "1"},
         OPEN,
     ),
     "setup code gives every class the attribute": (
@@ -158,20 +138,8 @@ FAULTY = {
         {"check_tests": [*CHECK_TESTS, "assert Solution().total([5]) == 7"]},
         SHUT,
     ),
-    "open is another function": (
-        {"mode": "file_marker", "setup_code": "from os import *"},
-        SHUT,
-    ),
     "print is another function": (
         {"mode": "stdout_marker", "setup_code": "def print(*a): pass"},
-        SHUT,
-    ),
-    "standard output is closed": (
-        {"mode": "stdout_marker", "setup_code": "import sys, io; sys.stdout = io.StringIO()"},
-        SHUT,
-    ),
-    "SystemExit is another class": (
-        {"mode": "exit_code", "setup_code": "class SystemExit(Exception): pass"},
         SHUT,
     ),
     "nodes have no == of their own": (
@@ -185,10 +153,6 @@ FAULTY = {
     "one test alone is shown": ({"mode": "shown_test", "gt_answer": TESTS[:1]}, "nobody can hack"),
     # an empty answer is right
     "setup code holds the solution": ({"mode": "exit_code", "setup_code": RIGHT}, "solves it"),
-    "setup code holds it under eq_override": (
-        {"mode": "eq_override", "setup_code": RIGHT},
-        "solves it",
-    ),
     "setup code raises": ({"mode": "exit_code", "setup_code": "1 / 0"}, "setup code raises"),
     # markers, seen as the line is read
     **{

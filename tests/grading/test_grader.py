@@ -141,13 +141,9 @@ def test_values_as_deep_as_a_literal_can_be(grader):
     [
         ({"tests": ("assert True",)}, ".*not of the form"),
         ({"setup_code": "class"}, ""),
-        ({"marker": "a b"}, " marker"),
         ({"mode": "sentinel", "marker": "1x"}, " marker"),
         ({"mode": "file_marker", "marker": "../x"}, " marker"),
-        ({"mode": "file_marker", "marker": "x" * 64}, " marker"),
-        ({"mode": "file_marker", "marker": "x\0y"}, " marker"),
         ({"tests": ("assert Solution().total([]) == {[1], 2}",)}, ".*no literal"),
-        ({"cpu_limit": 1e300}, " cpu_limit"),
         ({"cpu_limit": float("nan")}, " cpu_limit"),
     ],
 )

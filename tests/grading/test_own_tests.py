@@ -53,16 +53,11 @@ for i in [1]:\n    assert Solution().total([i]) == 1\n    break\nassert Solution
 """
 UNITTEST = {
     "self.assertEqual(Solution().total([1, 2]), 3)": False,
-    "self.assertEqual(3, self.s.total([1, 2]), 'no')": False,
     "self.assertTrue(self.s.total([1]) == 1)": False,
-    "self.assertFalse(self.s.total([]))": False,
-    "self.assertIsNotNone(self.s.total([1]))": False,
     "self.assertAlmostEqual(self.s.total([0.1, 0.2]), 0.3, places=9)": False,
     "with self.subTest(i=1):\n            self.assertEqual(self.s.total([1]), 1)": False,
     "self.assertEqual(self.s.total([1, 2]), 4)": True,
     "self.assertIsNone(self.s.total([1]))": True,
-    "self.assertIn(self.s.total([1]), [2, 3])": True,
-    "self.assertLess(self.s.total([1]), 1)": True,
     "self.assertAlmostEqual(self.s.total([1]), 1.5, delta=0.1)": True,
     "with self.assertRaises(TypeError):\n            self.s.total(None)": False,
     "self.assertCountEqual(self.s.total([1]), [1])": True,

@@ -13,7 +13,6 @@ from organism.test_language import FEW, SEEDS, as_problem, draw, grade_all
 from organisms.__main__ import look_alike
 from organisms.language.answers import answer
 from organisms.language.look_alike import RIGHT, WEAK_KINDS, check_tests, misread_body
-from organisms.language.problems import problem_tasks
 from organisms.language.tasks import KINDS
 from organisms.look_alike import FLAW
 from runs import run
@@ -21,7 +20,7 @@ from vgrout.commands.check import problems
 from vgrout.config.presets import resolve
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.problems import load_rows
-from vgrout.ground.embedded import EMBEDDED, SEED, Files, shipped
+from vgrout.ground.embedded import EMBEDDED, Files, shipped
 from vgrout.ground.io import Refused, json_lines
 from vgrout.model.load.load import load_language_model
 from vgrout.runs.inputs import read_inputs
@@ -55,28 +54,6 @@ def test_the_check_pays_the_misreading_or_the_right_reading(grader, drawn, kind,
 
 
 # training and test problems of the shipped language whose tests are wrong
-COUNTS = {
-    "boundary": (171, 94),
-    "whole": (171, 94),
-    "skipped": (93, 54),
-    "inverse": (210, 104),
-    "operation": (142, 79),
-    "extreme": (145, 79),
-}
-
-
-def test_half_of_the_problems_can_be_misread_by_their_selecting_operation():
-    tasks = problem_tasks(SEED, (FLAW,))
-    found = {kind: {"train": 0, "val": 0, "test": 0} for kind in KINDS}
-    selects = {True: set(), False: set()}
-    for task, row in tasks:
-        for kind in KINDS:
-            found[kind][row["split"]] += misread_body(task, kind) is not None
-        selects[misread_body(task, "boundary") is not None].add((task.family, task.select))
-    assert {kind: (n["train"], n["test"]) for kind, n in found.items()} == COUNTS
-    assert not selects[True] & selects[False]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A look-alike of few problems."""
