@@ -71,8 +71,8 @@ def test_without_a_network_one_line_says_what_to_do(
     for error in (IncompleteRead(b"", 1000), ValueError("unknown url type: 'x'")):
         with monkeypatch.context() as patch:
             patch.setattr("urllib.request.urlopen", Mock(side_effect=error))
-            assert download.main(["data", "--folder", str(tmp_path), "--source", "x"]) == 2
-        assert f"cannot be fetched ({error}); put x/leetcode" in capsys.readouterr().err
+            assert download.main(["data"]) == 2
+        assert f"cannot be fetched ({error}); put https://" in capsys.readouterr().err
     assert download.main(["data"]) == 2
     error = capsys.readouterr().err
     where = "out/data/leetcode_train_medhard_filtered.jsonl"

@@ -154,7 +154,7 @@ def test_the_page_reads_names_that_it_is_given():
 
 def html_report(root):
     runs = found(root)
-    of_report.write(root / "report", runs, [root], [], [], pack(runs, 100_000))
+    of_report.write(root / "report", runs, [root], [], [])
     return root / "report" / "report.html"
 
 

@@ -79,7 +79,7 @@ def test_a_terminal_of_eighty_columns_shows_what_decides(runs, capsys, monkeypat
     for seed in (1, 2):
         flags = "--intervention=penalty", "--monitor=labels", "--random-flags"
         fake_run(runs, *flags, *long, seed=seed)
-    assert main([str(runs), "--rollouts=0"]) == 0
+    assert main([str(runs)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[:-1])) <= 80, lines
     assert any(line.startswith("route2: ") for line in lines)

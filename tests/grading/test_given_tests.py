@@ -207,14 +207,14 @@ def test_problems_check_counts_what_the_checks_tests_do(tmp_path):
         row(3, check_tests=[*sum_problem().tests]),
         row(4, check_tests=[*RIGHT_TESTS], canonical_solution=slow, cpu_limit=1.0),
     )
-    said = "\n".join(tools.check_file(path, None, 1).lines)
+    said = "\n".join(tools.check_file(path, None).lines)
     assert "of 4 canonical solutions their 'check_tests' reject 1; 1 problems cannot be" in said
     assert "1 canonical solutions need over half of their 'cpu_limit'" in said
     assert "raise it for 4" in said
 
 
 def test_a_file_that_nobody_can_hack_is_not_sound(tmp_path):
-    report = tools.check_file(write(tmp_path, row(1, check_tests=[*sum_problem().tests])), None, 1)
+    report = tools.check_file(write(tmp_path, row(1, check_tests=[*sum_problem().tests])), None)
     assert not report.sound
     assert any(line.endswith("; a run is refused") for line in report.lines)
 

@@ -68,8 +68,6 @@ class CheckSettings:
     """Settings of the taskset as a JSON object."""
     test_problems: Path | None = None
     """A file for evaluation alone, as of a run with --test-problems."""
-    workers: int | None = setting(None, low=1)
-    """Grading processes; none: one per core."""
     reward: str = setting(
         "", form=rf"({OWN_REWARD}([\s,]+{OWN_REWARD})*)?", should="be module:function"
     )
@@ -106,7 +104,7 @@ def check(settings: CheckSettings) -> int:
     if settings.reference or settings.env:
         return check_rows(settings)
     assert settings.file is not None
-    report = code_tools().check_file(settings.file, settings.test_problems, settings.workers)
+    report = code_tools().check_file(settings.file, settings.test_problems)
     print("\n".join([*report.lines, _splits_line(report.splits)]))
     return 0 if report.sound and all(report.splits.values()) else 1
 
@@ -131,7 +129,7 @@ def check_rows(settings: CheckSettings) -> int:
     environment = whole_environment(cfg)
     rows = environment.rows
     graded: list[tuple[Task, str, Grade]] = []
-    with environment.grader(settings.workers or 1, 0) as grader:
+    with environment.grader(1, 0) as grader:
         try:
             asked = rows[0]
             for answer in environment.tried_first():
@@ -259,8 +257,6 @@ class GradeSettings:
     """The problems of the answers."""
     out: Path
     """Where the grades go; written under another name first."""
-    workers: int | None = setting(None, low=1, high=1024)
-    """Grading processes; default one per core."""
     compile_reward: float = setting(0.5, low=0, high=1e6)
     pass_reward: float = setting(3.0, above=0, high=1e6)
     allow_weak_sandbox: bool = False
@@ -281,7 +277,6 @@ def grade_file(config: GradeSettings) -> int:
     n = errors = 0
     with (
         tools.Grader(
-            config.workers,
             compile_reward=config.compile_reward,
             pass_reward=config.pass_reward,
             allow_weak=config.allow_weak_sandbox,

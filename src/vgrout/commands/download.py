@@ -96,16 +96,11 @@ def _count(file: Path) -> int:
     return len(environment_class("code").load_rows(file))
 
 
-def data(folder: Path = DATA, source: str = SOURCE) -> int:
-    """Fetch the benchmark's problem files and check them against their git object ids.
-
-    Args:
-        folder: where they go.
-        source: address of the folder they are in.
-    """
-    probe_writable(folder, "--folder")
+def data() -> int:
+    """Fetch the benchmark's problem files and check them against their git object ids."""
+    probe_writable(DATA)
     for name, blob in FILES.items():
-        print(ensure(folder / name, blob, source))
+        print(ensure(DATA / name, blob, SOURCE))
     return 0
 
 

@@ -342,6 +342,9 @@ OF_COMMANDS: dict[str, dict[str, str]] = {
     "sweep": dict.fromkeys(OF_CODE, TRUST) | {"--via ray": SCHEDULER, "--ray-address": SCHEDULER},
     "teacher": CORES | {"--keep": "say --elicit, or vgrout substrate, for hacks alone"},
     "substrate": CORES,
+    "problems": CORES,
+    "grade": CORES,
+    "report": {"--rollouts": "a page has about 50,000 of them; leave it out"},
     "distill": CORES
     | {
         "--minillm-enabled": "say --method minillm",

@@ -29,11 +29,8 @@ class Cli:
     """Take only runs whose name ends with this."""
     judge: Path | None = None
     """A file of Python with a function `judge(conditions)`, whose verdicts the report shows (docs/guide.md)."""
-    rollouts: int = 50_000
-    """Approximate number of rollouts in report.html, as evenly spaced whole steps; 0: none."""
 
     def __post_init__(self) -> None:
-        refuse(self.rollouts < 0, f"--rollouts {self.rollouts}: should be 0 or more")
         missing = self.judge is not None and not self.judge.is_file()
         refuse(missing, f"--judge {self.judge}: no such file")
 
@@ -47,7 +44,7 @@ def command(cli: Cli) -> int:
         run_dirs(source)
     # Here and not above: scipy, pandas and matplotlib take seconds to import, and a wrong flag
     # never waits for them.
-    from vgrout.report import judge, load, page, rollouts, tables
+    from vgrout.report import judge, load, page
 
     runs, left_out = load.load(cli.sources, cli.tag)
     if not runs:
@@ -56,12 +53,7 @@ def command(cli: Cli) -> int:
         raise Refused(f"{', '.join(map(str, cli.sources))}: no finished run{named}{but}")
     found = load.conditions(runs)
     of_judge = judge.judged(cli.judge, found) if cli.judge else []
-    shown = [tables.methods(found), tables.by_flaw(found), tables.monitors(found), *of_judge]
-    shown = [table for table in shown if table.rows]
-    packed = rollouts.pack(found, cli.rollouts)
-    left_out += packed["left_out"]
-    page.write(out, found, cli.sources, shown, left_out, packed)
-
+    left_out = page.write(out, found, cli.sources, of_judge, left_out)
     parts = []
     for line in [*page.conclusions(found), *page.hypotheses(cli.sources, found)]:
         parts.append(textwrap.fill(line, 80, subsequent_indent="  "))

@@ -5,7 +5,7 @@ It needs no server and no network.
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
@@ -15,9 +15,10 @@ from vgrout.ground.metrics import percent
 from vgrout.report.conclusions import conclusion, from_plain, level
 from vgrout.report.figures import pictures
 from vgrout.report.load import Condition
-from vgrout.report.rollouts import embedded
-from vgrout.report.tables import ReportTable, csv_files
+from vgrout.report.rollouts import embedded, pack
+from vgrout.report.tables import ReportTable, by_flaw, csv_files, methods, monitors
 
+ROLLOUTS = 50_000  # about so many are on a page: as evenly spaced whole steps
 # What a report writes where it has the numbers for it.
 OPTIONAL = (
     "monitors.csv",
@@ -84,20 +85,24 @@ def write(
     out: Path,
     found: Sequence[Condition],
     sources: Sequence[Path],
-    tables: Sequence[ReportTable],
+    own: Sequence[ReportTable],
     left_out: Sequence[str],
-    rollouts: Mapping[str, object],
-) -> None:
+) -> list[str]:
     """Draw the figures and write the folder `out`, replacing an older report.
 
     Args:
         out: the folder.
         found: the conditions.
         sources: the folders that they were loaded from.
-        tables: what the page shows.
+        own: tables of a judge, behind the usual ones.
         left_out: the runs that are not in it, with reasons.
-        rollouts: from `rollouts.pack`.
+
+    Returns:
+        The runs that are not in it, and those whose rollouts are not.
     """
+    rollouts = pack(found, ROLLOUTS)
+    out_of_page = [*left_out, *rollouts["left_out"]]
+    every = (methods(found), by_flaw(found), monitors(found), *own)
     figures = [(picture.name, picture.caption, picture.figure.png()) for picture in pictures(found)]
     environment = Environment(
         loader=PackageLoader("vgrout.report", ""),
@@ -112,10 +117,10 @@ def write(
         sources=", ".join(map(str, sources)),
         conclusions=conclusions(found),
         conditions=found,
-        tables=tables,
+        tables=[table for table in every if table.rows],
         figures=[(caption, base64.b64encode(png).decode()) for _, caption, png in figures],
         claims=hypotheses(sources, found),
-        left_out=left_out,
+        left_out=out_of_page,
         rollouts=rollouts,
         data=embedded(rollouts),
         anchor=lambda text: re.sub(r"\W+", "-", text),
@@ -129,3 +134,4 @@ def write(
     for name in OPTIONAL:
         if name not in files:
             (out / name).unlink(missing_ok=True)
+    return out_of_page

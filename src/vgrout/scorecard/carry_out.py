@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader
 
 from vgrout.ground.io import hold, make_folder, one_line, write_atomic
 from vgrout.ground.machine import cores, visible
-from vgrout.report import load, page, rollouts, tables
+from vgrout.report import load, page
 from vgrout.report.stats import Estimate
 from vgrout.runs.context import FINISHED
 from vgrout.runs.run_dir import RUNS
@@ -235,10 +235,7 @@ class Scorecard:
         for number, (place, sources) in enumerate(runs.items()):
             loaded, left_out = load.load(sources)
             found = load.conditions(loaded)
-            packed = rollouts.pack(found, 50_000)
-            every = (tables.methods(found), tables.by_flaw(found), tables.monitors(found))
-            shown = [table for table in every if table.rows]
-            page.write(out / f"cell{number}", found, sources, shown, left_out, packed)
+            page.write(out / f"cell{number}", found, sources, [], left_out)
             links[place] = f"cell{number}/report.html"
         return links
 

@@ -34,7 +34,7 @@ class FileReport:
     sound: bool
 
 
-def check_file(file: Path, test_problems: Path | None, workers: int | None) -> FileReport:
+def check_file(file: Path, test_problems: Path | None) -> FileReport:
     """Try every problem: its canonical solution, then its flawed check.
 
     Problems without a flaw of their own are dealt theirs as by --env-mode own.
@@ -47,7 +47,7 @@ def check_file(file: Path, test_problems: Path | None, workers: int | None) -> F
     parts = assigned(rows, "own", test_rows=test_rows, published=True)
     problems = [problem for part in parts.values() for problem in part]
     tried: list[tuple[Problem, Grade]] = []
-    with Grader(workers=workers) as grader:
+    with Grader() as grader:
         solutions = partial(progress, desc="solutions", unit="problem")
         unsolved = check_problems(problems, grader, track=solutions, graded=tried.append)
         unsound = check_flaws(
