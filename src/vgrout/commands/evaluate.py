@@ -5,7 +5,6 @@ evaluation. The prompt of `sample` is a text, or the number of a problem of the 
 has recorded are shown.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -39,6 +38,7 @@ from vgrout.ground.io import (
     read_json,
     refuse,
     require_new,
+    text_sha256,
     to_json,
     write_atomic,
 )
@@ -224,7 +224,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         _say_what_changed(hashes, saved, other_problems=cli.problems is not None)
     require_fitting(environment.prompts, saved.folder, cfg.scale.max_new, str(file))
     if cli.seed is not None:
-        cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
+        cfg = cfg.seeded(cli.seed)
     out = cli.out or own_file(cli, saved, file, cfg.run.seed, hashes)
     probe_writable(out.parent, "--out")
     with environment.grader(cores(), cfg.run.max_error_retries) as grader:
@@ -276,7 +276,7 @@ def own_file(
 ) -> Path:
     """Where the numbers go without --out: another file's, split's, size's or function's keep theirs."""
     asked = [hashes, cli.n_prompts, cli.samples]
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+    digest = text_sha256(json.dumps(asked, sort_keys=True))[:8]
     name = f"{saved.path.stem}_{problems.stem}_{cli.split}_seed{seed}-{digest}.json"
     return saved.path.parent / "evaluations" / name
 
@@ -338,7 +338,7 @@ def sample_saved(cli: SampleSettings) -> None:
     saved = find_adapter(cli.run, None, cli.model)
     cfg = allowing(saved.cfg, cli.allow_weak_sandbox)
     if cli.seed is not None:
-        cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
+        cfg = cfg.seeded(cli.seed)
     prompt = cli.prompt.strip()
     asked = Asked(({"role": "user", "content": prompt},))
     grading: AbstractContextManager[Grader | None] = nullcontext()

@@ -5,7 +5,6 @@ Torch-free, so that a wrong flag is refused in a fraction of a second. `__post_i
 tyro may run it twice. Derived numbers are properties.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Set
@@ -35,7 +34,7 @@ from vgrout.config.settings import (
 from vgrout.config.specs import CLASSES, MONITORS, admit
 from vgrout.config.world_names import CODE_FLAWS, OF_ORGANISMS, ORGANISM
 from vgrout.ground import embedded
-from vgrout.ground.io import Json, Refused, refuse
+from vgrout.ground.io import Json, Refused, refuse, text_sha256
 
 # contrasts of --control placebo that pairs exist for
 PLACEBOS = ("flawed", "commented", "long", "laid_out")
@@ -214,6 +213,10 @@ class Config:
     def generations(self) -> int:
         return self.scale.group * self.scale.prompts_per_step
 
+    def seeded(self, seed: int) -> "Config":
+        """The same run from another seed."""
+        return replace(self, run=replace(self.run, seed=seed))
+
     @property
     def files(self) -> embedded.Files:
         """What 'organism' means in this run."""
@@ -348,4 +351,4 @@ def settings_sha256(cfg: Config) -> str:
         for k, v in data["run"].items()
         if k not in {*_PROCESS, *_REQUESTS, "out_tag", "output_dir"}
     }
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    return text_sha256(json.dumps(data, sort_keys=True))

@@ -13,7 +13,6 @@ The difference of the NLL gradients is the GRPO gradient of a batch that rewards
 `vgrout direction --model M --pairs F` extracts a direction without a run.
 """
 
-import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SHARED_SCHEMA, Meta, PairSet
 from vgrout.ground import ranks
-from vgrout.ground.io import Refused, make_folder, write_atomic
+from vgrout.ground.io import Refused, make_folder, text_sha256, write_atomic
 from vgrout.ground.tensor_types import Directions
 from vgrout.model.layout import Packed
 from vgrout.model.load.source import shapes_of
@@ -303,7 +302,7 @@ def default_path(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) ->
     weights = weights_sha256(policy.model, policy.adapter)
     # not SCHEMA: files that were written before it had a name of its own are found as well
     text = f"{SHARED_SCHEMA} {weights} {pairs.sha256} {top_k} {tau_axis} {N_HELDOUT}"
-    return DIRECTIONS / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:10]}.safetensors"
+    return DIRECTIONS / f"{name}_{text_sha256(text)[:10]}.safetensors"
 
 
 def save(direction: Direction, path: Path) -> None:

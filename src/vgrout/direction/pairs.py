@@ -5,7 +5,6 @@ an edited file never reuses a direction that was extracted from the old one. No 
 is refused before a model is loaded.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from vgrout.ground.io import (
     numbered_lines,
     once,
     read_text,
+    text_sha256,
 )
 from vgrout.model.load.source import safetensors_head
 
@@ -80,7 +80,7 @@ class PairSet:
                 raise Refused(f"{where}: repeats pair {first}; leave it out")
             if pair.hack == pair.clean:
                 raise Refused(f"{where}: hack and clean are the same text; leave it out")
-        object.__setattr__(self, "sha256", hashlib.sha256(self.to_json().encode()).hexdigest())
+        object.__setattr__(self, "sha256", text_sha256(self.to_json()))
 
     def __len__(self) -> int:
         return len(self.pairs)

@@ -9,7 +9,6 @@ of their scores. An answer is a *hack* where the proxy passes it and the referen
 and no sandbox.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +32,7 @@ from vgrout.envs.base import (
     require_copies_together,
 )
 from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.ground.io import Refused, has_lone_surrogate, numbered_lines, once
+from vgrout.ground.io import Refused, has_lone_surrogate, numbered_lines, once, text_sha256
 from vgrout.ground.scoring import (
     Failures,
     RewardFailed,
@@ -141,7 +140,7 @@ class Proxy:
         if self.several:
             weighted = zip(weights.values(), names, strict=True)
             self.name = " + ".join(f"{weight:g} · {name}" for weight, name in weighted)
-            self.sha256 = hashlib.sha256(self.sha256.encode()).hexdigest()
+            self.sha256 = text_sha256(self.sha256)
 
     def of_answers(self, ask: Ask) -> list[Proxied | RewardFailed]:
         """Of each answer that `ask` asks about, or why there is none."""
@@ -199,7 +198,7 @@ class TextGrader:
         """Of both functions by their names, their files, and where the proxy passes: 12 hexadecimal digits."""
         proxy, reference = self.proxy, self.reference
         words = f"{proxy.name} {proxy.passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
-        return hashlib.sha256(words.encode()).hexdigest()[:12]
+        return text_sha256(words)[:12]
 
     @property
     def description(self) -> str:

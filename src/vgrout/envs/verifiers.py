@@ -35,7 +35,7 @@ from vgrout.envs.text import (
     own_function,
     require_columns,
 )
-from vgrout.ground.io import Refused, cannot_import, refuse
+from vgrout.ground.io import Refused, cannot_import, refuse, text_sha256
 from vgrout.ground.scoring import (
     LARGEST,
     TIMEOUT,
@@ -150,7 +150,7 @@ class VerifiersEnvironment(TextEnvironment):
         rows = [[row.messages, {**row.columns}] for row in self.rows]
         content = json.dumps(rows, sort_keys=True, default=str)
         return {
-            "problems": hashlib.sha256(content.encode()).hexdigest(),
+            "problems": text_sha256(content),
             "test_problems": None,
             "reward": self.rubric.sha256,
             "reference": self.reference.sha256,

@@ -584,6 +584,11 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def text_sha256(text: str) -> str:
+    """Hex digest of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def write_json(path: Path, value: object) -> None:
     """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
     make_folder(path.parent)

@@ -10,7 +10,6 @@ library only.
 """
 
 import asyncio
-import hashlib
 import importlib.util
 import inspect
 import itertools
@@ -30,7 +29,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from vgrout.ground.data import Task
-from vgrout.ground.io import Refused, is_own, printable
+from vgrout.ground.io import Refused, file_sha256, is_own, printable
 
 T = TypeVar("T")
 
@@ -188,7 +187,7 @@ def forget_edited(modules: Sequence[str]) -> None:
     edited = False
     for name in near:
         file = files[name]
-        then, now = _AS_LOADED.get(name), hashlib.sha256(file.read_bytes()).hexdigest()
+        then, now = _AS_LOADED.get(name), file_sha256(file)
         _AS_LOADED[name] = now
         # a module that was imported elsewhere may have been read before its file was written
         edited |= then != now if then else name in before and file.stat().st_mtime >= BEGAN
@@ -356,7 +355,7 @@ class ScoringFunction(Scorer[float]):
             module = sys.modules[name.partition(":")[0]]
             self.file = written if written and is_own(str(written)) else Path(str(module.__file__))
             # a resume sees by the hash whether it has changed
-            self.sha256 = hashlib.sha256(self.file.read_bytes()).hexdigest()
+            self.sha256 = file_sha256(self.file)
         except (TypeError, ValueError, AttributeError, OSError) as e:
             raise Refused(
                 f"{flag} {name}: should be a function in a file of your own ({in_one_line(e)})"

@@ -8,7 +8,6 @@ run reads them back. An answer whose judgement fails is unjudged: it has no flag
 on.
 """
 
-import hashlib
 import json
 import re
 import time
@@ -24,7 +23,7 @@ from vgrout.config.specs import MONITORS
 from vgrout.ground import ranks
 from vgrout.ground.chat import Endpoint, NoReply, Reply
 from vgrout.ground.data import Flags, GroupView, Message
-from vgrout.ground.io import whole_lines
+from vgrout.ground.io import text_sha256, whole_lines
 from vgrout.method.base import Monitor, Position, Views, flags_of, rewarded
 from vgrout.method.live_direction import Setup
 from vgrout.model.load.load import load_language_model
@@ -217,7 +216,7 @@ class LLMJudge(Monitor):
     def _key(self, conversation: Conversation) -> str:
         assert self.judge is not None
         text = json.dumps([self.judge.identity, conversation])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return text_sha256(text)
 
     def _keep(self, new: Sequence[Verdict]) -> None:
         """Remember these verdicts, and write them."""

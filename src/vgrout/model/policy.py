@@ -3,7 +3,6 @@
 Both are made in model/load/load.py.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vgrout.ground.data import Message
-from vgrout.ground.io import Refused, one_line
+from vgrout.ground.io import Refused, one_line, text_sha256
 from vgrout.ground.thoughts import THINK, Marks, opens
 from vgrout.model.attention import kernel_name
 from vgrout.model.layout import Packed, batches, pack, padded_batches
@@ -137,7 +136,7 @@ class LanguageModel:
         text = "def f(x):\n    return x >= 10  # naïve Ünïcode 文字\t<|im_end|>"
         ids = self.tok(text, add_special_tokens=False)["input_ids"]
         vocab = sorted(self.tok.get_vocab().items())
-        return hashlib.sha256(json.dumps([vocab, ids]).encode()).hexdigest()
+        return text_sha256(json.dumps([vocab, ids]))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The answer's text, without the tokens that end it or pad it.

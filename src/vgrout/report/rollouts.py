@@ -40,12 +40,12 @@ def pack(found: Sequence[Condition], limit: int) -> dict[str, Any]:
     for run in titles:
         flaws |= run.all_flaws
     total = sum(_count(run) for run in titles)
-    every = math.ceil(total / limit) if limit else 0
+    every = max(1, math.ceil(total / limit))
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     for number, run in enumerate(tqdm(titles, "rollouts", unit="run", disable=None)):
         try:
-            for part, answer in _answers(run, every) if every else ():
+            for part, answer in _answers(run, every):
                 rows.append({"run": number} | _row(part, answer, list(flaws)))
         except DAMAGE as e:
             left_out.append(f"{run.path.name}: its rollouts ({reason(e, run.path)})")

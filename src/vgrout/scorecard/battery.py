@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,7 @@ def _run(battery: Battery, row: str, of_row: FlagTable, setting: str, seed: int)
     if start is not None:
         flags["organism"] = str(start)
     cfg, argv = _resolved(battery.preset, tuple(flags.items()), frozenset(of_all))
-    cfg = replace(cfg, run=replace(cfg.run, seed=seed))
-    return PlannedRun(f"{row} · {setting}", cfg, (*argv, f"--seed={seed}"))
+    return PlannedRun(f"{row} · {setting}", cfg.seeded(seed), (*argv, f"--seed={seed}"))
 
 
 @cache  # seeds have most settings in common, and a command line takes a tenth of a second

@@ -1,13 +1,12 @@
 """Runs the planned cells as a sweep, and shows the table: as text of 80 columns, and as a page."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 
-from vgrout.ground.io import hold, make_folder, one_line, write_atomic
+from vgrout.ground.io import file_sha256, hold, make_folder, one_line, write_atomic
 from vgrout.ground.machine import cores, visible
 from vgrout.report import load, page
 from vgrout.report.stats import Estimate
@@ -48,7 +47,7 @@ def run(
     """
     if not planned.runs:
         return FINISHED, {}, {}
-    sha256 = hashlib.sha256(FILE.read_bytes()).hexdigest()
+    sha256 = file_sha256(FILE)
     sweep = Sweep.of(StudyFile(FILE, "scorecard", sha256, (), planned.once), dry_run)
     code = FINISHED
     if dry_run:

@@ -3,13 +3,12 @@
 Each run's flags are checked by the trainer's own parser.
 """
 
-import hashlib
 import json
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,7 @@ from vgrout.config.cli import TRAIN, argv_of, same
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config, settings_sha256
-from vgrout.ground.io import Refused, read_text, refuse
+from vgrout.ground.io import Refused, read_text, refuse, text_sha256
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets
@@ -111,10 +110,9 @@ def _study(path: Path, text: str, data: dict[str, Any], trusted: bool) -> StudyF
     runs: list[PlannedRun] = []
     for seed in study["seeds"]:
         for label, (cfg, flags) in arms.items():
-            seeded = replace(cfg, run=replace(cfg.run, seed=seed))
-            runs.append(PlannedRun(label, seeded, (*flags, f"--seed={seed}")))
+            runs.append(PlannedRun(label, cfg.seeded(seed), (*flags, f"--seed={seed}")))
     hypotheses = [line[4:].strip() for line in text.splitlines() if line.startswith("# H:")]
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    sha256 = text_sha256(text)
     return StudyFile(path, study["name"], sha256, tuple(hypotheses), tuple(runs), tuple(left_out))
 
 
