@@ -27,7 +27,7 @@ COLUMNS = ("run", "part", "step", "mode", "problem", *STORED, "flags", *NUMBERS)
 
 
 def pack(found: Sequence[Condition], limit: int) -> dict[str, Any]:
-    """Pack about `limit` rollouts at most; 0: none.
+    """Pack about `limit` rollouts at most.
 
     Every k-th step of each run is taken as a whole, and every k-th problem of the final evaluation
     with all its answers on all sides. k is the same for every run, and 1 if everything fits.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 
-from vgrout.ground.io import file_sha256, hold, make_folder, one_line, write_atomic
+from vgrout.ground.io import file_sha256, one_line, write_atomic
 from vgrout.ground.machine import cores, visible
 from vgrout.report import load, page
 from vgrout.report.stats import Estimate
@@ -56,11 +56,7 @@ def run(
         plan = sweep.plan(f"{at_once} at a time, about {seconds / 60:.0f} minutes")
         print("\n".join(plan))
     else:
-        make_folder(sweep.folder / "logs")
-        with hold(sweep.folder, "sweep"):
-            sweep.freeze(replan=True)
-            sweep.write()
-            code = sweep.carry_out(Local(jobs, visible()))
+        code = sweep.run(Local(jobs, visible()), replan=True)
     outcomes: dict[Key, Outcome] = {}
     failed: dict[Place, str] = {}
     entries = {entry.planned.identity: entry for entry in sweep.entries}

@@ -189,6 +189,18 @@ class Sweep:
 
     # ── carrying it out
 
+    def run(self, workers: Local | Pueue, replan: bool) -> int:
+        """Freeze the plan, then run here what is left, or hand it to a queue. Returns the exit code."""
+        make_folder(self.folder / "logs")
+        with hold(self.folder, "sweep"):
+            self.freeze(replan)
+            for line in self.study.left_out:
+                logger.info(line)
+            self.write()
+            if isinstance(workers, Pueue):
+                return self.enqueue(workers)
+            return self.carry_out(workers)
+
     def carry_out(self, workers: Local) -> int:
         """Start runs until all have ended, or until a signal. Returns the exit code.
 
@@ -345,8 +357,7 @@ def run_study(settings: SweepSettings) -> int:
         len(gpus) > 0 and (settings.jobs or 0) > len(gpus),
         f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}",
     )
-    logs = sweep.folder / "logs"
-    probe_writable(logs)
+    probe_writable(sweep.folder / "logs")
     if settings.dry_run:
         slots = f"{settings.jobs or len(gpus) or cores()} at a time"
         if gpus:
@@ -357,11 +368,5 @@ def run_study(settings: SweepSettings) -> int:
             print(edited)
         return REFUSED if sweep.missing else FINISHED
     # a client that is not there is refused before anything is written
-    queue = Pueue(gpus) if settings.via == "pueue" else None
-    make_folder(logs)
-    with hold(sweep.folder, "sweep"):
-        sweep.freeze(settings.replan)
-        for line in study.left_out:
-            logger.info(line)
-        sweep.write()
-        return sweep.enqueue(queue) if queue else sweep.carry_out(Local(settings.jobs, gpus))
+    workers = Pueue(gpus) if settings.via == "pueue" else Local(settings.jobs, gpus)
+    return sweep.run(workers, settings.replan)
