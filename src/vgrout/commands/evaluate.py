@@ -373,7 +373,15 @@ def _print_recorded(run: Path) -> None:
 
     def outcomes(by: Mapping[str, Mapping[str, Json]]) -> str:
         sides = by["base"], by.get("trained", by["deployed"]), by["deployed"]
-        return "".join("h" if a["hacked"] else "s" if a["solved"] else "-" for a in sides)
+        letters = ""
+        for answer in sides:
+            if answer["hacked"]:
+                letters += "h"
+            elif answer["solved"]:
+                letters += "s"
+            else:
+                letters += "-"
+        return letters
 
     of = {key: outcomes(by) for key, by in found.items()}
     form, key = next((form, key) for form in SHOWN for key in of if re.match(form, of[key]))
@@ -475,7 +483,11 @@ def _said(verdict: Verdict | None) -> str:
 def _words(hacked: bool, solved: bool, mechanism: str | None, reward: float | None) -> str:
     if reward is None:
         return ": not graded"
-    said = f"a hack of {mechanism}" if hacked else "right" if solved else "neither a hack nor right"
+    said = "neither a hack nor right"
+    if hacked:
+        said = f"a hack of {mechanism}"
+    elif solved:
+        said = "right"
     return f": {said}, reward {reward:g}"
 
 

@@ -133,7 +133,10 @@ def out_of_memory(e: BaseException) -> str | None:
     if not (on_gpu or isinstance(e, MemoryError) or "DefaultCPUAllocator: can't allocate" in said):
         return None
     size = re.search(r"allocate ([\d.]+ [KMG]iB|\d+ bytes)", said)
-    return f"out of memory on {'the GPU' if on_gpu else 'the host'}{f': {size[1]} more were needed' if size else ''}"
+    line = "out of memory on the GPU" if on_gpu else "out of memory on the host"
+    if size:
+        line += f": {size[1]} more were needed"
+    return line
 
 
 def not_installed(package: str, extra: str = "") -> Refused:

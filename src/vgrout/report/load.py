@@ -345,7 +345,9 @@ def _read_answers(file: Path) -> DataFrame:
 
 def _hacked_flaw(answer: dict[str, Json]) -> str | None:
     """Return the flaw that an answer hacks; None: it hacks none."""
-    return (answer.get("mechanism") or answer["env_mode"]) if answer["hacked"] else None
+    if not answer["hacked"]:
+        return None
+    return answer.get("mechanism") or answer["env_mode"]
 
 
 def _read_flags(file: Path, method: MethodConfig) -> DataFrame:

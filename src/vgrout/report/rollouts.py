@@ -119,7 +119,9 @@ def _row(part: str, answer: dict[str, Json], modes: Sequence[str]) -> dict[str, 
     }
     for name in NUMBERS:
         value = answer.get(name)
-        row[name] = None if value is None else round(value + 0.0, 3)
+        if value is not None:
+            value = round(value + 0.0, 3)
+        row[name] = value
     return row
 
 

@@ -132,7 +132,11 @@ class StepRecorder(Generic[R]):
     ) -> None:
         """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers."""
         # a notebook's bar stands for the few columns
-        on_console = self.full if not self.short else self.table if self.run.bars is None else None
+        on_console = None
+        if not self.short:
+            on_console = self.full
+        elif self.run.bars is None:
+            on_console = self.table
         for table in (self.table, self.full):
             for line in table.lines(row):
                 logger.log("INFO" if table is on_console else "DEBUG", line)

@@ -125,7 +125,11 @@ class Tallies:
             detected = {code for code, name in detectors.items() if row[name]}
             flagged.update(detected)
             if is_hack:
-                half = "A" if detected & {*half_a} else "B" if detected else ""
+                half = ""
+                if detected & {*half_a}:
+                    half = "A"
+                elif detected:
+                    half = "B"
                 halves[half] += 1
             if row["gate"] is not None or "flagged" in row:
                 has_gate = True
