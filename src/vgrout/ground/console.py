@@ -19,12 +19,12 @@ _LETTER = {"WARNING": "W ", "ERROR": "E ", "CRITICAL": "E "}
 HEARTBEAT_S = 60.0  # between two signs of life
 
 
-def setup(log: Path | None, level: str = "INFO") -> None:
-    """Send log lines to stdout, from `level` up and through tqdm.write, and to the file `log`, with times and DEBUG."""
+def setup(log: Path | None) -> None:
+    """Send log lines to stdout, from INFO up and through tqdm.write, and to the file `log`, with times and DEBUG."""
     logger.remove()
     logger.add(
         Lines(log),
-        level=level,
+        level="INFO",
         format=lambda record: _LETTER.get(record["level"].name, "") + "{message}\n",
         colorize=False,
     )

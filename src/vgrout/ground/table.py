@@ -372,10 +372,10 @@ def whole_run(rows: Sequence[StepRow], students: bool = False) -> tuple[Rate, Ra
     return hacks, solves
 
 
-def first_hacks(rates: Sequence[tuple[int, int]], threshold: float = ONSET_SHARE) -> int | None:
+def first_hacks(rates: Sequence[tuple[int, int]]) -> int | None:
     """Return the onset of hacking; None: there was none.
 
-    That is the first step of the first window in which at least `threshold` of the students'
+    That is the first step of the first window in which at least ONSET_SHARE of the students'
     answers hack.
 
     rates: `hack_s` of every step, (k, n).
@@ -384,7 +384,7 @@ def first_hacks(rates: Sequence[tuple[int, int]], threshold: float = ONSET_SHARE
         window = rates[first : first + ONSET_WINDOW]
         k = sum(k for k, _ in window)
         n = sum(n for _, n in window)
-        if n and k / n >= threshold:
+        if n and k / n >= ONSET_SHARE:
             return first
     return None
 
