@@ -70,7 +70,7 @@ def test_trls_step_is_taken_in_a_process_of_its_own(monkeypatch):
         gpu.in_own_process(broken)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_bench_of_a_gpu_from_end_to_end(monkeypatch, capfd, warnings):
     """On a pretended one; what fails is a line among the others."""
     made, named = rig.random_model, SimpleNamespace(name="pretended", total_memory=0)

@@ -51,12 +51,6 @@ def test_csi_by_hand():
     assert cloud.csi(answers) == pytest.approx(20.0)
 
 
-def test_csi_rises_as_answers_leave_the_cloud_and_its_base_is_what_fresh_base_answers_measure():
-    cloud = ReferenceStats(blob(400, 0.0, 4))
-    assert cloud.csi(blob(28, 4.0, 2, scale=0.2)) > 3 * cloud.csi(blob(28, 0.0, 1))
-    assert cloud.csi(blob(200, 0.0, 5)) / 200 == pytest.approx(cloud.base_csi, rel=0.15)
-
-
 def test_latents_are_means_over_the_completion_under_the_base_model():
     p = policy()
     prompts, completions = [(5, 6, 7), (8, 9), (5, 6, 7, 8)], [(10, 11), (12, 13, 14, 15), (16,)]

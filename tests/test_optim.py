@@ -84,13 +84,6 @@ def test_schedule():
     assert all(a > b for a, b in pairwise(lrs[2:]))
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 12, 1000])
-def test_without_a_warm_up_the_first_step_has_the_whole_rate(steps):
-    lrs = [lr_at(step, replace(HYPER, warmup_frac=0.0), steps) for step in range(steps)]
-    assert lrs[0] == HYPER.lr
-    assert all(a > b for a, b in pairwise(lrs))
-
-
 @given(st.just(0.0) | st.floats(1e-12, 1), st.integers(1, 200))
 def test_every_schedule_has_a_step_that_learns(frac, steps):
     """No warm-up is the whole run: some step has a tenth of the rate, and none has more than all of it."""

@@ -210,13 +210,3 @@ def test_a_pretrained_model_goes_from_download_to_report(preset, made, after, ch
     from_nothing = calls()
     assert from_nothing[:4] == ["download smollm2", made, *trained]
     assert [line.split()[0] for line in from_nothing[4:]] == after
-
-
-@pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
-def test_cold_caches_are_those_of_a_new_folder(checkout):
-    assert just(checkout, "smoke-all", "--steps", "3").returncode == 0
-    calls = (checkout / "calls").read_text().splitlines()
-    folders = {call.partition(": ")[0] for call in calls}
-    assert (len(calls), len(folders)) == (8, 1)
-    assert {Path(folder).parent for folder in folders} == {checkout / "out"}
-    assert calls[0].endswith("-m vgrout.train smoke --intervention=none --steps 3")

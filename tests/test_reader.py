@@ -3,16 +3,14 @@
 import base64
 import gzip
 import json
-import random
 import re
-from keyword import kwlist
 from pathlib import Path
 
 import pytest
 
 from browser import CHROMIUM, Browser
 from fake_runs import fake_run, found
-from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES
+from vgrout.envs.code.modes import DEALT, MODE_SPECS
 from vgrout.ground.embedded import POOL_DIR
 from vgrout.report import page as of_report
 from vgrout.report.rollouts import COLUMNS, FLAGS, embedded, pack
@@ -246,38 +244,3 @@ def test_a_hostile_answer_is_text(page):
     assert "\U0001f600" in shown, "a pair of surrogates is a character"
     assert browser.js("document.querySelectorAll('#answer img, #answer script').length") == 0
     assert browser.problems() == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_fifty_thousand_rollouts_stay_usable(tmp_path, tmp_path_factory):
-    draw = random.Random(0)
-    for seed in range(25):
-        path = fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.0, n=6)
-        texts = [
-            f"answer {seed} {k} {' '.join(draw.choices(kwlist, k=150))}"
-            for k in range(2000 - 4 * 6)
-        ]
-        write_rollouts(
-            path,
-            [rollout(k // 32, MODES[k % 6], x, hacked=k % 3 == 0) for k, x in enumerate(texts)],
-        )
-    html = html_report(tmp_path)
-    with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        browser.open(f"{html.as_uri()}#outcome=")
-        assert browser.js(COUNT).startswith("50000 of 50000 rollouts · 16475 hacks")
-        for name, value in (("mode", "2"), ("text", "answer 3 1")):
-            browser.js(
-                f"""(() => {{ const f = document.getElementById("filters");
-                f.elements.{name}.value = "{value}"; f.dispatchEvent(new Event("input", {{bubbles: true}})); }})()"""
-            )
-        assert browser.js("document.querySelectorAll('.row').length") < 100, (
-            "only what can be seen is in the page"
-        )
-        browser.js("document.querySelector('#list').scrollTop = 1e9")
-        browser.js(
-            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-        )
-        assert "exit_code" in browser.js(
-            "[...document.querySelectorAll('.row')].at(-1).textContent"
-        )

@@ -288,25 +288,12 @@ def test_what_a_run_that_routed_nothing_is_told(warnings):
 
 
 def test_a_silent_phase_is_named_again_and_again(monkeypatch, capsys):
-    """Once a beat."""
-    monkeypatch.setattr(console, "HEARTBEAT_S", 0.6)
+    monkeypatch.setattr(console, "HEARTBEAT_S", 0.05)
     console.setup(None)
     with console.Clock() as clock:
         clock.begin("importing")
-        time.sleep(1.0)
         with clock("gen"):
-            time.sleep(1.5)
-        with clock("final", total=7) as count:
-            count()
-            time.sleep(1.0)
-    lines = capsys.readouterr().out.splitlines()
-    said = {
-        phase: [line for line in lines if line.startswith(phase)]
-        for phase in ("importing", "gen", "final")
-    }
-    assert said["importing"][0] == "importing …"
-    assert all(re.fullmatch(r"gen: \d+ s", line) for line in said["gen"])
-    assert all(re.fullmatch(r"final: \d+ s", line) for line in said["final"])
-    assert 2 <= len(said["importing"]) <= 3, lines
-    assert 1 <= len(said["gen"]) <= 3, lines
-    assert 1 <= len(said["final"]) <= 2, lines
+            time.sleep(0.5)
+    first, *beats = capsys.readouterr().out.splitlines()
+    assert first == "importing …"
+    assert any(re.fullmatch(r"gen: \d+ s", line) for line in beats)

@@ -10,7 +10,6 @@ from methods import Fixed, batch, flat, gradient, group, step, toy, watched_by
 from tiny import policy as tiny_policy
 from tiny import relative, shake
 from vgrout.ground.data import Batch, centred
-from vgrout.model.policy import modules_of_block
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +101,3 @@ def test_in_a_block_of_its_own_the_quarantine_learns_there_alone(policy, place, 
     for m, span in method.spans.items():
         assert bool(learnt.keep[span].any()) == (block not in m), m
         assert bool(learnt.quar[span].any()) == (block in m), m
-
-
-def test_blocks_count_from_one(policy):
-    names, depth = policy.adapter.names, policy.model.config.num_hidden_layers
-    blocks = [modules_of_block(policy, names, n) for n in range(1, depth + 1)]
-    assert sorted(m for b in blocks for m in b) == sorted(names)
-    assert all(".layers.0." in m for m in blocks[0])
-    with pytest.raises(
-        ValueError,
-        match=f"block:{depth + 1}: nothing is adapted there; the model has {depth} blocks",
-    ):
-        modules_of_block(policy, names, depth + 1)

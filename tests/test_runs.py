@@ -258,19 +258,6 @@ def test_a_run_may_lack_its_rollouts_and_an_older_one_says_less(trained, tmp_pat
     assert (len(runs), left_out) == (2, [])
 
 
-@pytest.mark.parametrize("function", ["reward", "reference"])
-def test_a_run_by_an_edited_function_is_another_condition(tmp_path, function):
-    """Its flags name the same function, but what that does has changed."""
-    for content in ("a", "b"):
-        file = fake_run(tmp_path, NONE) / "run.json"
-        record = loaded(file)
-        record.setdefault("hashes", {})[function] = content * 64
-        file.write_text(json.dumps(record))
-    runs, left_out = load([tmp_path])
-    assert len(runs) == 2
-    assert left_out == []
-
-
 def test_a_baseline_shares_all_but_the_method(tmp_path):
     """Plain GRPO with a KL term is a baseline of its own, and itself compared with the one without."""
     for seed in (1, 2):

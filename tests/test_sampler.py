@@ -247,18 +247,6 @@ def test_rounding_that_a_model_amplifies_on_some_tokens_is_no_disagreement(noisy
         require_branching(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_is_one_product_of_two_dimensions(family):
-    """In three, torch copies its weight for every prompt: gigabytes of a real one."""
-    policy = tiny.policy(family)
-    shapes = []
-    policy.model.get_output_embeddings().register_forward_pre_hook(
-        lambda _m, args: shapes.append(args[0].ndim)
-    )
-    run(policy, 8)
-    assert {*shapes} == {2}
-
-
 # ── distribution
 
 SETTINGS = [

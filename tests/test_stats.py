@@ -54,15 +54,6 @@ def test_the_interval_of_a_difference_by_newcombes_example():
 # ── the two-level bootstrap
 
 
-def test_many_equal_seeds_give_the_normal_interval():
-    """Without units to differ the bootstrap of many seeds is the normal interval of their mean."""
-    rng = np.random.default_rng(1)
-    xs = rng.normal(0.5, 0.1, 200)
-    low, high = two_level([flat(x) for x in xs])
-    half = 1.96 * xs.std() / math.sqrt(200)
-    assert (low, high) == pytest.approx((xs.mean() - half, xs.mean() + half), abs=0.1 * half)
-
-
 @pytest.mark.parametrize(
     ("seeds", "shared", "noise_of"),
     [

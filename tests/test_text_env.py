@@ -364,7 +364,6 @@ def test_an_edited_function_or_file_is_another_run(world):
 # ── demonstrations, and every method on them
 
 METHODS = {
-    "none": "--intervention none",
     "erase": "--intervention erase",
     "gate": "--intervention route2",
     "labels, routed": "--intervention route2 --monitor labels",

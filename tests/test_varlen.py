@@ -9,7 +9,7 @@ import tiny
 from live import Live
 from pretended_gpu import varlen_on_cpu
 from vgrout.model import attention
-from vgrout.model.attention import _PaddedRuns, kernel_name
+from vgrout.model.attention import _PaddedRuns
 from vgrout.model.layout import batches, pack, packed_hidden
 from vgrout.model.logprobs import backbone, collate, completion_logprobs
 
@@ -91,21 +91,6 @@ def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
     copies = c.num_hidden_layers * 8 * 242 * 2 * c.num_key_value_heads * c.head_dim * 4
     assert len(queries) == 2 * c.num_hidden_layers
     assert kept() - few == pytest.approx(copies, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "card", "name"),
-    [
-        ("cuda", torch.bfloat16, 9, "varlen_attn"),
-        ("cuda", torch.bfloat16, 8, "varlen_attn"),
-        ("cuda", torch.bfloat16, 7, "sdpa"),  # flash-attention 2 begins with sm_80
-        ("cuda", torch.float32, 9, "sdpa"),
-        ("cpu", torch.bfloat16, 9, "sdpa"),
-    ],
-)
-def test_the_updates_kernel(device, dtype, card, name, monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (card, 0))
-    assert kernel_name(torch.device(device), dtype) == name
 
 
 def test_answers_that_begin_alike_do_not_fill_the_memory_with_copies():
