@@ -148,7 +148,7 @@ def join_shards(x: "Tensor") -> "Tensor":
 
     joined = x.new_empty(shards() * len(x), *x.shape[1:])
     with _exchanging():
-        distributed.all_gather_into_tensor(joined, x.contiguous(), group=_sharers)
+        distributed.all_gather([*joined.chunk(shards())], x.contiguous(), group=_sharers)
     return joined
 
 

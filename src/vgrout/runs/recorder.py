@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
@@ -107,7 +108,8 @@ class StepRecorder(Generic[R]):
                 rows = checkpoint.rows_before(run, point.next_step, point.sizes, self.row.from_json)
                 if point.state.keys() != self.state.keys():
                     raise Refused(f"it has the parts {', '.join(point.state)}")
-                self.restore(point.state, rows)
+                # all at once: ranks that hold one model together exchange while it is restored
+                self.restore(*ranks.from_first((point.state, rows)))
                 break
             except Refused as e:
                 passed_over.append(f"{point.path}: not of this run ({e})")
@@ -116,7 +118,6 @@ class StepRecorder(Generic[R]):
         for line in passed_over:
             logger.warning(f"{line}; going back one further")
         checkpoint.rewind(run, point)
-        ranks.from_first((point.state, rows))
 
     def restore(self, state: Mapping[str, object], rows: Iterable[R]) -> None:
         """Continue from this state and these rows, which rank 0 has read."""
@@ -199,8 +200,11 @@ class Recorder(StepRecorder[StepRow]):
         """
         cfg, run = self.cfg, self.run
         if not ranks.first():
-            if run.resumes:
-                self.restore(*ranks.from_first(({}, [])))
+            restored = not run.resumes
+            while not restored:
+                with suppress(Refused):  # on rank 0 too, which goes back one further
+                    self.restore(*ranks.from_first(({}, [])))
+                    restored = True
             return self.rows
         provenance = self.method.provenance
         logger.debug(f"argv: {' '.join(sys.argv)}")  # shown at the end of the log as well
