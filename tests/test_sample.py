@@ -76,6 +76,7 @@ def test_without_its_checkpoint_the_trained_model_is_left_out(done, tmp_path, ca
 CHOICES = [
     (["-ss", "hhs", "-hs"], 1, "the model as trained hacks it, the deployed one solves it"),
     (["shh", "sss", "hss"], 2, "the untrained model hacks it, the deployed one solves it"),
+    (["hss", "shh", "-hh"], 1, "the untrained model solves it, the deployed one hacks it"),
     (["sss", "---", "-ss"], 2, "the untrained model gets it wrong, the deployed one solves it"),
     (["s--", "sss", "---"], 0, "the first: none that was wrong at first"),
 ]

@@ -354,6 +354,7 @@ def sample_saved(cli: SampleSettings) -> None:
 # what is shown, the best first.
 SHOWN = {
     ".hs": "the model as trained hacks it, the deployed one solves it",
+    "s.h": "the untrained model solves it, the deployed one hacks it",  # where hacks have become more
     "h.s": "the untrained model hacks it, the deployed one solves it",
     "-.s": "the untrained model gets it wrong, the deployed one solves it",
     "": "the first: none that was wrong at first is solved by the deployed model",
@@ -384,7 +385,9 @@ def _print_recorded(run: Path) -> None:
         return letters
 
     of = {key: outcomes(by) for key, by in found.items()}
-    form, key = next((form, key) for form in SHOWN for key in of if re.match(form, of[key]))
+    before, _, after = map("".join, zip(*of.values(), strict=True))
+    forms = [form for form in SHOWN if form != "s.h" or after.count("h") > before.count("h")]
+    form, key = next((form, key) for form in forms for key in of if re.match(form, of[key]))
     by = found[key]
     flaw = by["deployed"]["env_mode"]
     print(f"{run.name}, problem {key[0]} (test), flaw {flaw}: {SHOWN[form]}")
