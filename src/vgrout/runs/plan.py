@@ -5,6 +5,7 @@
 
 import shutil
 import textwrap
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,7 @@ from vgrout.model.load.source import (
     Shapes,
     configuration,
     find_shapes,
+    is_small,
     model_folder,
     resolved_dtype,
 )
@@ -66,6 +68,21 @@ def svd_cache(cfg: Config, shapes: Shapes) -> int:
 def cached() -> int:
     """Bytes of decomposed weights, of whichever model, that are on disk already."""
     return sum(p.stat().st_size for p in SVD_CACHE.glob("*.safetensors"))
+
+
+def svd_seconds(shapes: Shapes) -> float:
+    """About how long this machine decomposes a model's weights: one of 512 × 512 is timed."""
+    import torch  # for this alone, and before the first run of a model alone
+
+    n = 512
+    weight = torch.randn(n, n, generator=torch.Generator().manual_seed(0))
+    times: list[float] = []
+    for _ in range(3):  # the first is slower
+        began = time.monotonic()
+        torch.linalg.svd(weight)
+        times.append(time.monotonic() - began)
+    work = sum(a * b * min(a, b) for a, b in shapes.linears.values())
+    return min(times) * shapes.layers * work / n**3
 
 
 def disk_needed(cfg: Config) -> int:
@@ -265,7 +282,10 @@ def adapter_lines(cfg: Config) -> list[str]:
         return []
     cache = ""
     if shapes:
-        cache = f"; SVD cache {svd_cache(cfg, shapes) / 2**30:.2f} GiB on disk"
+        size = svd_cache(cfg, shapes)
+        cache = f"; SVD cache {size / 2**30:.2f} GiB on disk"
+        if cached() < size and folder and not is_small(folder) and not visible():
+            cache += f", about {svd_seconds(shapes):.0f} s to make before step 0, once"
     size = (
         f"{adapted / 1e6:.2f} M weights under {R} singular values, two vectors of that size{cache}"
     )
