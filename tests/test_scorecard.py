@@ -1,5 +1,6 @@
 """The scorecard: what is planned, what a cell's numbers mean, and a class of somebody's own in it."""
 
+import json
 import tomllib
 from dataclasses import replace
 
@@ -148,6 +149,22 @@ def test_recorded_runs_are_of_the_battery_and_are_read_back_as_written(tmp_path)
     assert (tmp_path / "again.csv").read_bytes() == outcome.RECORDED.read_bytes()
 
 
+def test_the_recorded_table_has_a_page_and_a_file_that_may_be_written_again(tmp_path, capsys):
+    argv = ["--settings=shown,shown", f"--html={tmp_path / 'new'}", f"--csv={tmp_path / 'a.csv'}"]
+    assert [main(argv), main(argv)] == [0, 0]
+    assert capsys.readouterr().out.count("-> ") == 2
+    assert (tmp_path / "a.csv").read_bytes() == outcome.RECORDED.read_bytes()
+
+
+@pytest.mark.parametrize("damaged", ["final.jsonl", "steps.jsonl"])
+def test_a_run_whose_files_are_damaged_is_refused(damaged, tmp_path):
+    answer = {"side": "deployed", "solved": True, "hacked": False}
+    for file, line in (("final.jsonl", answer), ("steps.jsonl", {"sec": 1.0, "eval": None})):
+        (tmp_path / file).write_text("" if file == damaged else json.dumps(line))
+    with pytest.raises(Refused, match="no answers or no steps any more"):
+        outcome.read_run("none", "shown", 44, tmp_path)
+
+
 def test_the_recorded_table_is_80_columns_wide(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -164,10 +181,16 @@ def test_the_recorded_table_is_80_columns_wide(capsys):
         (["--intervention=eraze"], "--intervention eraze: should be one of "),
         (["--monitor=no.module:Class"], "no.module"),
         (["--rows=none", "--settings=begun"], "out/begun-44 is not here"),
+        (["--rows=,"], "--rows ',': names none"),
+        (["--monitor=mine:labels"], "penalty · labels: is a row of ours"),
+        (["--csv=."], "is a folder; name a file"),
+        (["--csv=thesis.tex"], "--csv thesis.tex: is there, and no scorecard's"),
+        (["--csv=thesis.tex/x.csv"], "--csv thesis.tex: cannot be written"),
     ],
 )
 def test_mistakes_are_answered_before_anything_runs(argv, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.tex").touch()
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert message in captured.err

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from vgrout.config.checks import check, setting
 from vgrout.config.cli import leave, run_command
-from vgrout.ground.io import printable, refuse, require_own
+from vgrout.ground.io import printable, probe_writable, refuse, require_own
 from vgrout.scorecard.battery import PROOF, PROOF_SETTING, Battery, Key, chosen, plan
+
+CSV_HEAD = b"row,setting,seed,"
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Cli:
     settings: str = ""
     """Comma list of settings; none: all."""
     seeds: str = ""
-    """Comma list of the battery's seeds; none: all five."""
+    """Comma list of the seeds 44 to 48; none: all five. Below five a cell is undecided."""
     jobs: int | None = setting(None, low=1)
     """Runs at a time; none: as many as there are GPUs, or else cores."""
     dry_run: bool = False
@@ -40,7 +42,7 @@ class Cli:
     html: Path | None = None
     """Folder for a page with the table, from which each cell that was run here leads to its runs."""
     csv: Path | None = None
-    """File for the outcome of every run in the table."""
+    """File for the outcomes of the recorded runs, and of those made here. Not one that has something else in it."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -70,10 +72,15 @@ def command(cli: Cli) -> int:
         again = chosen(cli.rows, battery.rows, "row")
     if cli.html:
         require_own(cli.html, "--html", "scorecard.html", "scorecard")
+    if cli.csv:
+        _require_csv(cli.csv)
     rows = dict(battery.rows)
     own = _name(cli.row)
     if own:
-        refuse(own in rows, f"{own}: is recorded; say --rows to run it again")
+        refuse(
+            own in rows,
+            f"{own}: is a row of ours; --rows '{own}' runs it again, and a class of yours needs another name",
+        )
         rows[own] = cli.row
         again.append(own)
     cells: list[Key] = []
@@ -98,6 +105,16 @@ def command(cli: Cli) -> int:
     if cli.html:
         print(f"\n-> {board.page(cli.html, settings, [*rows])}")
     return code
+
+
+def _require_csv(path: Path) -> None:
+    """Raises Refused, one line, where outcomes cannot be written, or would replace something else."""
+    refuse(path.is_dir(), f"--csv {path}: is a folder; name a file")
+    probe_writable(path.parent, "--csv")
+    if path.exists():
+        with open(path, "rb") as file:
+            is_own = file.read(len(CSV_HEAD)) == CSV_HEAD
+        refuse(not is_own, f"--csv {path}: is there, and no scorecard's; name another file")
 
 
 def _name(row: Mapping[str, object]) -> str:

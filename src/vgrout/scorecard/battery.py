@@ -104,11 +104,12 @@ def chosen(given: str, legal: Iterable[str], word: str) -> list[str]:
     names: list[str] = []
     for part in given.split(","):
         name = part.strip()
-        if not name:
+        if not name or name in names:
             continue
         should = f"should be of {', '.join(legal)}{did_you_mean(name, legal)}"
         refuse(name not in legal, f"--{word}s {name}: no such {word}; {should}")
         names.append(name)
+    refuse(bool(given) and not names, f"--{word}s {given!r}: names none")
     return names or legal
 
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 
-from vgrout.ground.io import file_sha256, one_line, write_atomic
+from vgrout.ground.io import (
+    Refused,
+    file_sha256,
+    make_folder,
+    one_line,
+    probe_writable,
+    write_atomic,
+)
 from vgrout.ground.machine import cores, visible
 from vgrout.report import load, page
 from vgrout.report.stats import Estimate
@@ -14,6 +21,7 @@ from vgrout.runs.context import FINISHED
 from vgrout.runs.run_dir import RUNS
 from vgrout.scorecard.battery import FILE, IDLE, Battery, Key, Plan, needs
 from vgrout.scorecard.outcome import Cell, Outcome, cells, cost, read, read_run, write
+from vgrout.sweep.entry import FINAL
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import StudyFile
 from vgrout.sweep.workers import Local
@@ -49,22 +57,27 @@ def run(
         return FINISHED, {}, {}
     sha256 = file_sha256(FILE)
     sweep = Sweep.of(StudyFile(FILE, "scorecard", sha256, (), planned.once), dry_run)
+    workers = Local(jobs, visible())
+    probe_writable(sweep.folder / "logs")
+    minutes = len(sweep.left) * RUN_S / min(workers.slots, cores()) / 60
+    pace = f"{workers.slots} at a time, about {minutes:.0f} min"
     code = FINISHED
     if dry_run:
-        at_once = jobs or len(visible()) or cores()
-        seconds = len(sweep.left) * RUN_S / min(at_once, cores())
-        plan = sweep.plan(f"{at_once} at a time, about {seconds / 60:.0f} minutes")
-        print("\n".join(plan))
+        print("\n".join(sweep.plan(pace)))
     else:
-        code = sweep.run(Local(jobs, visible()), replan=True)
+        print(f"{len(sweep.left)} runs left, {pace}; logs: {sweep.folder / 'logs'}")
+        code = sweep.run(workers, replan=True)
     outcomes: dict[Key, Outcome] = {}
     failed: dict[Place, str] = {}
     entries = {entry.planned.identity: entry for entry in sweep.entries}
     for (row, setting, seed), of_cell in planned.runs.items():
         entry = entries[of_cell.identity]
         if entry.state == "finished" and entry.run:
-            outcomes[row, setting, seed] = read_run(row, setting, seed, entry.run)
-        elif entry.reason:
+            try:
+                outcomes[row, setting, seed] = read_run(row, setting, seed, entry.run)
+            except Refused as e:  # a damaged file
+                failed[row, setting] = f"{e}; move {entry.run} away to make it again"
+        elif entry.state in (*FINAL, "failed"):
             failed[row, setting] = f"{entry.state}: {entry.reason} [{sweep.log(entry)}]"
     return code, outcomes, failed
 
@@ -207,6 +220,7 @@ class Scorecard:
 
     def page(self, out: Path, settings: Sequence[str], rows: Sequence[str]) -> Path:
         """Write a folder with the table, with intervals, and a report on each cell that was run here."""
+        make_folder(out)
         environment = Environment(
             loader=PackageLoader("vgrout.scorecard", ""), autoescape=True, trim_blocks=True
         )

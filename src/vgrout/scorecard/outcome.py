@@ -8,7 +8,7 @@ from statistics import median
 
 from pandas import DataFrame, read_csv
 
-from vgrout.ground.io import json_lines, read_json, write_atomic
+from vgrout.ground.io import json_lines, read_json, refuse, write_atomic
 from vgrout.report.stats import ENOUGH_SEEDS, ROUNDING, Estimate, over_seeds
 from vgrout.scorecard.battery import CEILING, IDLE
 
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def read_run(row: str, setting: str, seed: int, run: Path) -> Outcome:
-    """Read a finished run's outcome from its files."""
+    """Read a finished run's outcome from its files. Raises Refused, one line, where these are damaged."""
     sides = {"deployed": Counter[str](), "base": Counter[str]()}
     for answer in json_lines(run / "final.jsonl"):
         side = sides.get(answer["side"])
@@ -59,6 +59,7 @@ def read_run(row: str, setting: str, seed: int, run: Path) -> Outcome:
     flagged = None
     if flags:
         flagged = sum(flags)
+    refuse(not sides["deployed"]["n"] or not seconds, f"{run}: has no answers or no steps any more")
     git = read_json(run / "run.json").get("git") or {}
     deployed = sides["deployed"]
     base = sides["base"]

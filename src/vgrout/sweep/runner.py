@@ -353,10 +353,8 @@ def run_study(settings: SweepSettings) -> int:
         print("\n".join(entry.command for entry in sweep.entries))
         return FINISHED
     gpus = visible()
-    refuse(
-        len(gpus) > 0 and (settings.jobs or 0) > len(gpus),
-        f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}",
-    )
+    # a client that is not there is refused before anything is written
+    workers = Pueue(gpus) if settings.via == "pueue" else Local(settings.jobs, gpus)
     probe_writable(sweep.folder / "logs")
     if settings.dry_run:
         slots = f"{settings.jobs or len(gpus) or cores()} at a time"
@@ -367,6 +365,4 @@ def run_study(settings: SweepSettings) -> int:
         if edited and not settings.replan:
             print(edited)
         return REFUSED if sweep.missing else FINISHED
-    # a client that is not there is refused before anything is written
-    workers = Pueue(gpus) if settings.via == "pueue" else Local(settings.jobs, gpus)
     return sweep.run(workers, settings.replan)

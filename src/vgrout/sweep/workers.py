@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from vgrout.ground.io import Refused
+from vgrout.ground.io import Refused, refuse
 from vgrout.ground.machine import cores
 from vgrout.sweep.entry import Entry
 
@@ -24,7 +24,15 @@ class Local:
     """Processes on this machine: each on a GPU of its own, or on cores if there are no GPUs."""
 
     def __init__(self, jobs: int | None, gpus: Sequence[str]) -> None:
-        """jobs: runs at a time; None: as many as GPUs, or else cores."""
+        """jobs: runs at a time; None: as many as GPUs, or else cores.
+
+        Raises:
+            Refused: one line: there are fewer GPUs.
+        """
+        refuse(
+            len(gpus) > 0 and (jobs or 0) > len(gpus),
+            f"--jobs {jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}",
+        )
         self.slots = jobs or len(gpus) or cores()
         # GPU → the process that last had it
         self._latest: dict[str, Process | None] = dict.fromkeys(gpus[: self.slots])
