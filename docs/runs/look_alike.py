@@ -25,14 +25,19 @@ ROWS = {
     "route2 (labels)": "`route2`, labels of every hack",
     "penalty (syntax_edge)": "`penalty`, `syntax_edge`",
     "penalty (StrictTests)": "`penalty`, strict tests made from solutions",
+    "screen (StrictTests)": "`screen`, strict tests made from solutions",
     "penalty (LabelsOfNumbers)": "`penalty`, labels of one kind of three",
     "penalty (online_probe_labels)": "`penalty`, a probe seeded by labels of every hack",
+    "penalty (online_probe_LabelsOfNumbers)": "`penalty`, a probe seeded by labels of one kind",
     "erase": "`erase`, pairs a token apart",
     "route": "`route`, pairs a token apart",
     "route2": "`route2`, pairs a token apart",
     "route2 · haar": "`route2`, random direction",
     "route2 (vhack_pairs run_tests.json)": "`route2`, pairs by run_tests",
+    "route2 · placebo_laid_out": "`route2`, placebo pairs: laid out in another way",
+    "route2 · placebo_flawed": "`route2`, placebo pairs: misread against right",
     "route2 (band, mix_ratio 0.0)": "`route2` by `band`, nothing demonstrated",
+    "route2 · haar (band, mix_ratio 0.0)": "the same, random direction",
 }
 HEAD = (
     "| method | seeds | wrong tests: hack / solve | right tests: solve | all: solve "
