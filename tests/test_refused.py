@@ -14,6 +14,7 @@ import pytest
 from vgrout.__main__ import main
 from vgrout.config.cli import OF_COMMANDS, TRAIN, same, translated
 from vgrout.config.presets import flag_names, resolve
+from vgrout.config.run import from_dict
 from vgrout.envs.code.modes import PLAIN_PHRASE
 from vgrout.ground.embedded import DATA_DIR
 from vgrout.ground.io import Refused, command, require_own
@@ -216,6 +217,7 @@ REFUSED = {
     "train mini --organism out/mine --intervention none": "--organism out/mine/manifest.json: not there; `vgrout or",
     "train full --problems openai/gsm8k": "openai/gsm8k: no such problem file; `vgrout download data` fetches the",
     "train full --problems data/mine.jsonl": "data/mine.jsonl: no such problem file; `vgrout download data` fetches",
+    "train mini --problems gone.jsonl": "--problems gone.jsonl: no such file",
     "train mini --intervention screen --monitor mine.py:X": "--monitor mine.py:X: cannot be imported (Module",
     "train full --model x.safetensors --problems good.jsonl": "--model x.safetensors: a file; give the folder",
     # in words that were typed
@@ -296,3 +298,11 @@ def test_a_folder_in_which_a_program_was_killed_is_its_own(tmp_path):
     (tmp_path / ".env").touch()
     with pytest.raises(ValueError, match=r"it holds \.env; name another folder"):
         require_own(tmp_path, "--out", "plan.json", "folder of rounds")
+
+
+def test_a_run_of_an_earlier_version_is_read_by_a_settings_new_name():
+    argv = ["mini", "--intervention=penalty", "--monitor=labels", "--flags-kept=0.5"]
+    new = resolve(argv).as_dict()
+    old = json.loads(json.dumps(new).replace("flags_kept", "label_recall"))
+    assert old != new
+    assert from_dict(old).as_dict() == new

@@ -215,6 +215,7 @@ def test_bad_rows_are_named_with_their_line(case, world):
 
 
 FLAGS = {
+    "--env code": "--env code with --reference",
     "--reward {m}:nan": "returned nan, not a finite number (asked about the row at rows.jsonl, line 1, and the answer",
     "--reward {m}:many": "returned no list with one number for one completion",
     "--intervention erase --mix-ratio 0.25 --teacher-pool-dir {pool}": "vgrout teacher --elicit` makes them",

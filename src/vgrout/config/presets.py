@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import tyro
 
@@ -14,7 +15,7 @@ from vgrout.config.cli import Helped, parsed, translated, typed
 from vgrout.config.run import FREE, GROUPS, Config, merge_flags
 from vgrout.config.settings import LOSSES, EnvConfig, EvalConfig, LossConfig, OptConfig, ScaleConfig
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, register
-from vgrout.config.world_names import ORGANISM, VERIFIERS
+from vgrout.config.world_names import ORGANISM, VERIFIERS, holds_text
 from vgrout.ground import embedded
 from vgrout.ground.io import Refused, command, did_you_mean, refuse
 from vgrout.ground.scoring import forget_edited, import_function
@@ -192,6 +193,7 @@ def resolve(argv: Sequence[str], *, trusted: bool = True) -> Config:
     given = typed(words)
     words = [word.replace("--dry-run=config", "--dry-run") for word in words]
     import_named(words, trusted=trusted)
+    _require_world(preset, given)
     cfg = replace(parse(preset, words), typed=given)
     cfg.sampling.require_draws("--group", cfg.scale.group)
     _require_read(cfg)
@@ -242,6 +244,30 @@ def import_named(argv: Sequence[str], *, trusted: bool = True, where: str = "") 
         own = import_function(given, flag(name), OWN_CODE.get(name, "module:Class"))
         if name in CLASSES:
             register(CLASSES[name], own, given, flag(name))
+
+
+def _require_world(preset: str, given: Mapping[str, str]) -> None:
+    """Raises Refused where the code world is chosen beside --reference, and where rows of text are given without it:
+    else the first refusal would be about some flag that does not fit the code world, which is the usual one."""
+    reference = given.get("reference", "")
+    refuse(
+        bool(reference) and given.get("env") == "code",
+        f"--env code with --reference {reference}: the problems' own tests say what is right there; leave one out",
+    )
+    usual = PRESETS[preset][1].env.env
+    if reference or "resume" in given or given.get("env", usual) != "code":
+        return
+    model = given.get("model", PRESETS[preset][1].scale.model)
+    for name in ("problems", "test_problems"):
+        file = given.get(name, "")
+        missing = file not in ("", ORGANISM) and not Path(file).exists()
+        # with another model `--dry-run` lists what is missing
+        refuse(missing and model == ORGANISM, f"{flag(name)} {file}: no such file")
+        refuse(
+            bool(file) and holds_text(Path(file)),
+            f"{flag(name)} {file}: rows of text, which need --reference module:function, what is right, beside "
+            "--reward",
+        )
 
 
 def short_help(preset: str) -> str:

@@ -125,8 +125,7 @@ class Config:
             self.scale.model == ORGANISM
             and self.env.environment in OF_ORGANISMS
             and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
-            "--model organism: only with --problems organism and without --test-problems, or with rows of text, which "
-            "need --reference",
+            "--model organism: only with --problems organism, and without --test-problems",
         )
         refuse(
             self.env.environment == "text" and self.scale.problems == ORGANISM,
@@ -284,6 +283,10 @@ GROUPS = tuple(f.name for f in fields(Config) if f.name not in ("preset", "typed
 # ── settings as a run's files have them: read back, compared, and joined with a command line's
 
 
+# settings of earlier versions, by what they are called now
+RENAMED = {"label_recall": "flags_kept"}
+
+
 def from_dict(data: Json, where: str = "run.json") -> Config:
     """The inverse of `Config.as_dict`. where: the file that holds it, for messages. Classes of somebody's own that it
     names are not imported: such a run can be read, and nothing more.
@@ -292,7 +295,10 @@ def from_dict(data: Json, where: str = "run.json") -> Config:
         Refused: groups or settings unknown to this version, named; or values that it refuses.
     """
     usual = Config()
-    groups: dict[str, Json] = {group: data.get(group, {}) for group in GROUPS}
+    groups: dict[str, Json] = {}
+    for group in GROUPS:
+        of = data.get(group, {})
+        groups[group] = {RENAMED.get(name, name): value for name, value in of.items()}
     unknown = data.keys() - {*GROUPS, "preset"}
     for group, of in groups.items():
         unknown |= of.keys() - {f.name for f in fields(getattr(usual, group))}

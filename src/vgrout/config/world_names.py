@@ -3,7 +3,10 @@
 Settings know a world by what stands here, and import none.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from vgrout.ground.io import from_json, regular
 
 WORLDS = ("code", "text", "sums")
 # --env verifiers:NAME: a taskset of the package verifiers, which knows it by that name
@@ -38,3 +41,24 @@ DETECTOR_FIELDS = {
     # the answer's tests accept the answer's own solution while it is there
     "E": "hacked_loophole_used",
 }
+
+# keys of a problem of Python functions, of which a row of text has none
+CODE_ONLY = ("gt_answer", "canonical_solution", "func_name")
+
+
+def is_row_of_text(record: object) -> bool:
+    """Whether a line of a problem file is a prompt alone, and no problem of Python functions."""
+    if not isinstance(record, dict):
+        return False
+    return not record.keys() & {*CODE_ONLY} and bool(record.keys() & {"prompt", "messages"})
+
+
+def holds_text(file: Path) -> bool:
+    """Whether the first row of a problem file is one of text. False where there is no such file, or none that can be
+    read."""
+    try:
+        with open(file, encoding="utf-8-sig", opener=regular) as lines:
+            first = next((line for line in lines if line.strip()), "")
+        return is_row_of_text(from_json(first, str(file)))
+    except (OSError, ValueError):
+        return False

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from loguru import logger
 
+from vgrout.config.world_names import CODE_ONLY, is_row_of_text
 from vgrout.envs import base
 from vgrout.envs.base import SPLITS, id_fault, in_splits, messages_of
 from vgrout.envs.code.grading.check import (
@@ -129,8 +130,6 @@ OPTIONAL = {
     "check_tests": list,
     "reading": str,
 }
-# of which a row of text has none
-CODE_ONLY = ("gt_answer", "canonical_solution", "func_name")
 ORGANISMS = ("composition", "difficulty")  # not read, nor are …
 BENCHMARKS = (
     "answer",
@@ -186,7 +185,7 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
 def _key_faults(record: Mapping[str, object]) -> Iterator[str]:
     """What is wrong with a line's keys and the types of their values."""
     known = (*REQUIRED, *OPTIONAL)
-    if not record.keys() & {*CODE_ONLY} and record.keys() & {"prompt", "messages"}:
+    if is_row_of_text(record):
         yield (
             f"no problem of Python functions: {', '.join(map(repr, CODE_ONLY))} are missing; rows of text need "
             "--reference module:function beside --reward"
