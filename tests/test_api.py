@@ -68,7 +68,7 @@ def test_a_run_as_frames(shared_run, tmp_path):
         ({"steps": np.arange(2)}, "--steps"),
         (
             {"model": "organism", "problems": "x.jsonl"},
-            "--model organism: only with --problems organism",
+            "--problems x.jsonl: no such file",
         ),
     ],
 )
