@@ -353,8 +353,7 @@ def run_study(settings: SweepSettings) -> int:
         print("\n".join(entry.command for entry in sweep.entries))
         return FINISHED
     gpus = visible()
-    # a client that is not there is refused before anything is written
-    workers = Pueue(gpus) if settings.via == "pueue" else Local(settings.jobs, gpus)
+    workers: Local | Pueue = Local(settings.jobs, gpus)
     probe_writable(sweep.folder / "logs")
     if settings.dry_run:
         slots = f"{settings.jobs or len(gpus) or cores()} at a time"
@@ -365,4 +364,6 @@ def run_study(settings: SweepSettings) -> int:
         if edited and not settings.replan:
             print(edited)
         return REFUSED if sweep.missing else FINISHED
+    if settings.via == "pueue":
+        workers = Pueue(gpus)  # a client that is not there is refused before anything is written
     return sweep.run(workers, settings.replan)
